@@ -41,7 +41,8 @@ class SharedValues:
     ) -> None:
         self._sources, self._copies, self._groups, self._memo = sources, copies, groups, memo
         self._outside = _names_outside(sources)
-        self._is_watched = any(map(_has_own_step, sources))
+        self._is_watched = any(map(_own_classes, sources))
+        self._stand_ins = {id(stand_in) for stand_in in memo.values()}
         self.note()
 
     def note(self) -> None:
@@ -61,9 +62,10 @@ class SharedValues:
     def _mark(self, value: Any) -> Mark:
         if _is_plain(value):
             return repr(value)
-        own = {id(stand_in) for stand_in in self._memo.values()}
         # the values of parameters are not the container's
-        return tuple((at, "" if isinstance(x, Written) and id(x.tensor) in own else x) for at, x in form_of(value))
+        return tuple(
+            (at, "" if isinstance(x, Written) and id(x.tensor) in self._stand_ins else x) for at, x in form_of(value)
+        )
 
     def _marks_outside(self) -> dict[str, str]:
         values = [(text, space[name]) for text, space, name in self._outside if name in space]
@@ -95,18 +97,19 @@ class SharedValues:
 
     def commit(self, values: Mapping[Place, Any]) -> None:
         """Write the values after a step to the user's optimizer."""
-        sources = [group for source in self._sources for group in source.param_groups]
-        for (kind, index, name), value in values.items():
-            container = sources[index] if kind == "group" else vars(self._sources[index])
-            container[name] = copy.deepcopy(value)
+        for place, value in values.items():
+            self._container_of_user(place)[place[2]] = copy.deepcopy(value)
+
+    def _container_of_user(self, place: Place) -> dict[str, Any]:
+        if place[0] == "attribute":
+            return vars(self._sources[place[1]])
+        return [group for source in self._sources for group in source.param_groups][place[1]]  # type: ignore[no-any-return]
 
     def _container(self, place: Place) -> dict[str, Any]:
         return self._groups[place[1]] if place[0] == "group" else vars(self._copies[place[1]])
 
     def _restore(self, place: Place) -> None:
-        kind, index, name = place
-        groups = [group for source in self._sources for group in source.param_groups]
-        source = groups[index] if kind == "group" else vars(self._sources[index])
+        name, source = place[2], self._container_of_user(place)
         if name in source:
             self._container(place)[name] = copy.deepcopy(source[name], dict(self._memo))
         else:
@@ -117,9 +120,9 @@ class SharedValues:
         return CaptureError(f"the optimizer's step() {what}", where=where, got=got, hint=_HINT)
 
 
-def _has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is not only code of torch, whose optimizers change no number of a group or attribute."""
-    return any(c.__module__.partition(".")[0] not in ("torch", "builtins") for c in type(optimizer).__mro__)
+def _own_classes(optimizer: torch.optim.Optimizer) -> list[type]:
+    """The classes of an optimizer that are not torch's, whose optimizers change no number of a group or attribute."""
+    return [c for c in type(optimizer).__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -144,8 +147,7 @@ def merged(changes: Iterable[Mapping[Place, Any]], name: str) -> dict[Place, Any
 
 def _names_outside(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[str, Mapping[str, Any], str]]:
     """Class attributes, and globals that methods name, of users' own classes: as text, where they are, and the name."""
-    bases = {c for optimizer in optimizers for c in type(optimizer).__mro__}
-    classes = [c for c in bases if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+    classes = {c for optimizer in optimizers for c in _own_classes(optimizer)}
     names = [
         (f"the class attribute {c.__qualname__}.{k}", vars(c), k) for c in classes for k in vars(c) if k[:2] != "__"
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from meshweave.interop.ops import is_operator
+from meshweave.interop.pytree import tree_leaves
 from meshweave.ir.graph import map_nodes
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS
@@ -63,7 +64,8 @@ class RegionFunction:
     dead: tuple[tuple[int, ...], ...] = field(init=False, repr=False)  # by call: the results that nothing reads later
 
     def __post_init__(self) -> None:
-        last = {x.index: i for i, call in enumerate(self.calls) for x in _results_in((call.args, call.kwargs))}
+        read = ((x, i) for i, call in enumerate(self.calls) for x in tree_leaves((call.args, dict(call.kwargs))))
+        last = {x.index: i for x, i in read if isinstance(x, _Tensor) and not x.is_input}
         last |= dict.fromkeys((*self.outputs, *(result for result, _ in self.writes)), len(self.calls))
         dead: list[list[int]] = [[] for _ in range(len(self.calls) + 1)]
         for i in range(len(self.calls)):
@@ -90,16 +92,6 @@ def _value(x: Any, inputs: Sequence[Tensor], results: Sequence[Any]) -> Any:
     if isinstance(x, _Tensor):
         return inputs[x.index] if x.is_input else results[x.index]
     return [_value(item, inputs, results) for item in x] if isinstance(x, (list, tuple)) else x
-
-
-def _results_in(value: Any) -> Iterator[_Tensor]:
-    """The results of earlier calls among arguments."""
-    if isinstance(value, _Tensor):
-        if not value.is_input:
-            yield value
-    elif isinstance(value, (list, tuple, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _results_in(item)
 
 
 def region_function(

@@ -50,7 +50,6 @@ class RingChoice:
 
 
 C = TypeVar("C", Downstream, Upstream)
-Find = Callable[[fx.Node, RingScheme, Ring, Shapes, dict[fx.Node, int]], C]
 # Among the choices for a start: that chosen, and the reason if it is not taken after all ("": it is taken).
 Pick = Callable[[fx.Node, Sequence[RingChoice]], tuple[int, str]]
 
@@ -89,7 +88,7 @@ class RingRewriter:
     order_of_sums: str = ""  # over a group, if it differs from the algorithm's
     decisions: list[int] = field(default_factory=list)
     write: ChunkWriter = field(init=False)
-    chains: dict[Hashable, Any] = field(default_factory=dict)  # of the present start, see `chain`
+    chains: dict[Hashable, Any] = field(default_factory=dict)  # of the present start, see `once`
     order: dict[fx.Node, int] = field(default_factory=dict)  # positions in the graph; empty after a change
     # all-to-alls that were decomposed with an earlier all-to-all
     returned: dict[fx.Node, RingRow] = field(default_factory=dict)
@@ -165,7 +164,7 @@ class RingRewriter:
             if kind == "all_to_all" and (region := exchanged(start, ring, self.shapes, order, why)):
                 yield RingChoice(way, region, steps, self.exchange_estimate(start, region, ring, way))
             if kind in ("all_gather", "all_to_all"):
-                chain = self.chain(gathered, start, way, ring, order)
+                chain = self.once(way.num_chunks, gathered, start, way, ring, self.shapes, order)
                 why.append(joined_reasons(chain.why))
                 tried = variants(chain, wait_of(start), self.options.sums)
                 for variant in tried[:1] if self.options.when == "always" else tried:
@@ -175,7 +174,7 @@ class RingRewriter:
             if way.row is not None and kind != "all_to_all" and start.args[1] != "sum":
                 why.append(f"a {start.args[1]} cannot be decomposed into messages")
                 continue
-            producers = self.chain(reduced, start, way, ring, order)
+            producers = self.once(way.num_chunks, reduced, start, way, ring, self.shapes, order)
             why.append(joined_reasons(producers.why))
             if producers.matmuls:
                 more = self.second_half(start, producers, ring, order) if kind == "all_reduce" and way.row else 0.0
@@ -187,12 +186,11 @@ class RingRewriter:
         if self.prices is not None:
             self.prices.known.clear()
 
-    def chain(self, find: Find[C], start: fx.Node, way: RingScheme, ring: Ring, order: dict[fx.Node, int]) -> C:
-        """What `find` (`gathered` or `reduced`) returns, computed once for all algorithms that cut alike."""
-        key = (find, way.num_chunks)
-        if key not in self.chains:
-            self.chains[key] = find(start, way, ring, self.shapes, order)
-        return self.chains[key]  # type: ignore[no-any-return]
+    def once(self, key: Hashable, find: Callable[..., C], *args: Any) -> C:
+        """What `find` returns, computed once for the present start: algorithms that cut alike have the same chains."""
+        if (find, key) not in self.chains:
+            self.chains[find, key] = find(*args)
+        return self.chains[find, key]  # type: ignore[no-any-return]
 
     def gather_estimate(self, start: fx.Node, chain: Downstream, ring: Ring, scheme: RingScheme) -> Estimate | None:
         if self.prices is None:
@@ -214,12 +212,9 @@ class RingRewriter:
             return 0.0
         wait, (operand,) = wait_of(start), operands_of(start)
         cut = chain.cuts[operand]
-        if cut not in self.chains:
-            self.chains[cut] = after(wait, cut, self.shapes, order)
+        chain_after = self.once(cut, after, wait, cut, self.shapes, order)
         ways = [scheme for scheme in self.ways("all_gather") if scheme.row is not None]
-        tried = [
-            (variant, scheme) for scheme in ways for variant in variants(self.chains[cut], wait, self.options.sums)
-        ]
+        tried = [(variant, scheme) for scheme in ways for variant in variants(chain_after, wait, self.options.sums)]
         gains = [0.0]
         for variant, scheme in tried:
             estimate = gather_estimate(self.prices, start, variant, ring, scheme, second_half=True)

@@ -115,10 +115,11 @@ def overlap_roles(
     microbatches: int = 1,
     placed: StepGraph | None = None,
 ) -> OrderedRoles:
-    """The roles of a program in new orders; `roles` are not changed.\n\nCommunications between
-    roles keep their order on every role, so that no two wait for each other. With `placed`, the graph that the roles
-    were expanded from, the first blocks' parameters may be gathered in the previous step (`gathers.carry`). If
-    `simulate_roles` is no faster for the new orders, and the cap allows, the old orders stay.
+    """The roles of a program in new orders; `roles` are not changed.
+
+    Communications between roles keep their order on every role, so that no two wait for each other. With `placed`,
+    the graph that the roles were expanded from, the first blocks' parameters may be gathered in the previous step
+    (`gathers.carry`). If `simulate_roles` is no faster for the new orders, and the cap allows, the old orders stay.
     """
     how = scheduling or Scheduling()
     tasks = lower_tasks(roles, profile, default_fusion(profile))
