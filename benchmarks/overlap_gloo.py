@@ -27,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from predict_gloo import RATE, Link, loopback, running, shaped
+from links import Link, loopback, running, shaped
 
 TABLE = Path(__file__).parent / "results" / "overlap_gloo.md"
 VARIANTS = ("fully_shard", "fully_shard, drop-in", "in graph", "in graph, drop-in")
@@ -271,7 +271,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help="write results/overlap_gloo.md")
     parser.add_argument("--quick", action="store_true", help="a small model, few steps, no generated code")
-    parser.add_argument("--loopback", action="store_true", help=f"without the link of {RATE}")
+    parser.add_argument("--loopback", action="store_true", help="without the link of 1 Gbit/s")
     parser.add_argument("--inner", choices=("inductor", "aot_eager"), help="what compiles; aot_eager with --quick")
     parser.add_argument("--no-merging", action="store_true")
     parser.add_argument("--worker")

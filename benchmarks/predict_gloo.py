@@ -13,22 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from links import Link, loopback, running, shaped
+
 WARM_UP, STEPS = 4, 12
-RATE = "1gbit"
-TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
@@ -61,106 +56,6 @@ CONFIGS = (
     Config(768, 2, 2, 256, "dp=2"),
     Config(768, 2, 2, 256, "tp=2"),
 )
-
-
-@dataclass(frozen=True)
-class Link:
-    """How processes reach each other: what stands before each command, and their environment."""
-
-    name: str
-    prefixes: tuple[tuple[str, ...], ...]
-    address: str
-    per_node: int
-    interfaces: tuple[str, ...]
-
-    def run(self, *command: str) -> str:
-        """stdout of rank 0, when all have ended. Raises RuntimeError when one fails or they take too long."""
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-            port, jobs = _free_port(), []
-            for rank, prefix in enumerate(self.prefixes):
-                stdout = out if rank == 0 else subprocess.DEVNULL
-                line = [*prefix, sys.executable, *command]
-                jobs.append(
-                    subprocess.Popen(line, stdout=stdout, stderr=errors, env=self._environment(rank, port), cwd=ROOT)
-                )
-            end = time.monotonic() + TIMEOUT_S
-            while any(job.poll() is None for job in jobs) and not any(job.poll() for job in jobs):
-                if time.monotonic() > end:
-                    break
-                time.sleep(0.2)
-            codes = [job.poll() for job in jobs]
-            for job in jobs:
-                job.kill()
-                job.wait()
-            out.seek(0)
-            errors.seek(0)
-            if any(code != 0 for code in codes):
-                raise RuntimeError(f"{' '.join(command[:3])} on {self.name}: {codes}\n{errors.read()[-3000:]}")
-            return out.read()
-
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun sets, on as many nodes as there are."""
-        return {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(self.prefixes)),
-            "LOCAL_RANK": str(rank % self.per_node),
-            "LOCAL_WORLD_SIZE": str(self.per_node),
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
-            "GLOO_SOCKET_IFNAME": self.interfaces[rank],
-            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
-        }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def loopback(count: int = 2) -> Iterator[Link]:
-    yield Link("loopback", ((),) * count, "127.0.0.1", count, ("lo",) * count)
-
-
-def shape_of(gbit: int) -> tuple[str, ...]:
-    """Arguments of `tc qdisc add` for a link of so many Gbit/s. The burst is what passes in 2 ms: less would be below
-    the timer's resolution."""
-    return ("root", "tbf", "rate", f"{gbit}gbit", "burst", f"{256 * gbit}kb", "latency", "50ms")
-
-
-@contextmanager
-def shaped(gbit: int = 1) -> Iterator[Link]:
-    """Two network namespaces with a shaped link between them, gone afterwards."""
-    names = [f"meshweave{os.getpid()}{side}" for side in "ab"]
-    devices = [f"mw{os.getpid()}{side}" for side in "ab"]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
-        for i, (name, device) in enumerate(zip(names, devices, strict=True), 1):
-            _ip("link", "set", device, "netns", name)
-            _ip("-n", name, "addr", "add", f"10.77.0.{i}/24", "dev", device)
-            _ip("-n", name, "link", "set", device, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            _checked("ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, *shape_of(gbit))
-        prefixes = tuple(("ip", "netns", "exec", name) for name in names)
-        yield Link(f"{gbit} Gbit/s", prefixes, "10.77.0.1", 1, (devices[0], devices[1]))
-    finally:
-        for name in names:  # the devices go with them
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-def _ip(*arguments: str) -> None:
-    _checked("ip", *arguments)
-
-
-def _checked(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 # In each process of a job
@@ -241,15 +136,6 @@ def measure(link: Link, configs: Sequence[Config], is_quick: bool, folder: Path)
         print(line(rows[-1]), flush=True)
         print(f"    measured {_shown(found['measured'])}\n    modelled {_shown(found['modelled'])}", flush=True)
     return rows, said
-
-
-def running() -> float:
-    """Processes of others that want a processor, the mean of a second: what is above 0 disturbs what is measured."""
-    found = []
-    for _ in range(20):
-        found.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)
-        time.sleep(0.05)
-    return sum(found) / len(found)
 
 
 def _shown(classes: dict[str, float]) -> str:

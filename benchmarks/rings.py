@@ -24,16 +24,14 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from predict_gloo import Link, _checked, _ip, running, shape_of, shaped
+from links import Link, joined, running
 from rings_worker import ALONE, COMPUTE, KINDS, PROCESSOR, STAND_IN, WHOLE, coarse, worker
 
 TABLE = Path(__file__).parent / "results" / "rings.md"
@@ -41,39 +39,6 @@ NEAR = 1.05  # a choice is right if nothing that was measured is faster by more
 # Demands: the share of communication that is hidden where compute covers it; of shapes in which the gate is right;
 # and NEAR, what a choice to take apart may cost at worst.
 COVERED_EFFICIENCY, RIGHT_SHARE = 0.85, 0.9
-
-
-@contextmanager
-def star(count: int, gbit: int = 1) -> Iterator[Link]:
-    """Network namespaces around one with a bridge, each at the end of a shaped link, gone afterwards."""
-    hub, names = f"meshweave{os.getpid()}hub", [f"meshweave{os.getpid()}n{i}" for i in range(count)]
-    outer, inner = ([f"mw{os.getpid()}{side}{i}" for i in range(count)] for side in "on")
-    try:
-        for name in (hub, *names):
-            _ip("netns", "add", name)
-        _ip("-n", hub, "link", "add", "bridge0", "type", "bridge")
-        _ip("-n", hub, "link", "set", "bridge0", "up")
-        for i, name in enumerate(names):
-            _ip("link", "add", inner[i], "type", "veth", "peer", "name", outer[i])
-            _ip("link", "set", inner[i], "netns", name)
-            _ip("link", "set", outer[i], "netns", hub)
-            _ip("-n", hub, "link", "set", outer[i], "master", "bridge0", "up")
-            _ip("-n", name, "addr", "add", f"10.78.0.{i + 1}/24", "dev", inner[i])
-            _ip("-n", name, "link", "set", inner[i], "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            for space, device in ((name, inner[i]), (hub, outer[i])):
-                _checked("ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", device, *shape_of(gbit))
-        prefixes = tuple(("ip", "netns", "exec", name) for name in names)
-        yield Link(f"{gbit} Gbit/s", prefixes, "10.78.0.1", 1, tuple(inner))  # type: ignore[arg-type]
-    finally:
-        for name in (hub, *names):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-
-
-@contextmanager
-def joined(count: int, gbit: int = 1) -> Iterator[Link]:
-    with shaped(gbit) if count == 2 else star(count, gbit) as link:
-        yield link
 
 
 def measure(

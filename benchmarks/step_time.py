@@ -1,18 +1,19 @@
 """Steps of meshweave as it comes against DDP, FSDP2, tensor parallelism and torch.compile, in wall time, over Gloo.
 
     python benchmarks/step_time.py [--quick] [--json] [--write] [--only tp] [--layers 6] [--steps 8]
-        [--memory] [--eager]
+        [--eager]
 
 Processes of this machine, one thread each, in network namespaces of their own with links of 1 or 10 Gbit/s between
-them (veth and `tc tbf`; needs root), over the loopback, and one process alone. In one job every way to train has a copy
-of the model with the same weights, and all take their steps on the same batches in turns, so that what disturbs the
-machine disturbs all alike; a step ends when the slowest process has ended it. Ours is `mw.compile` without a profile, a
-pass or any other flag; peers run eager and compiled, and the best of them counts.
+them (veth and `tc tbf`; needs root), over the loopback, and one process alone. Every way to train has a job of its own
+with a copy of the model of the same weights, so that nothing that a way sets in its process helps or harms another, and
+all jobs take their steps on the same batches in turns, so that what disturbs the machine disturbs all alike; a step
+ends when the slowest process has ended it. Ours is `mw.compile` without a profile, a pass or any other flag; peers run
+eager and compiled, and the best of them counts. Peak memory is that of the largest process, start included.
 
 --json: one object with `fsdp_1gbit_ratio`, `ddp_1gbit_ratio`, `tp_b1_1gbit_ratio`, `tp_b4_1gbit_ratio`,
 `loopback_worst_ratio`, `solo_ratio` (medians, ours / best peer), the rows below them and the load of other processes.
---quick: two processes, Llama, 1 Gbit/s and loopback. --memory: every way once more, alone in its job, for the peak of
-its process. --write: results/step_time.md. Losses of all ways must agree to 1e-5, or the command fails.
+--quick: two processes, Llama, 1 Gbit/s and loopback. --write: results/step_time.md. Losses of all ways must agree to
+1e-5, or the command fails.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from predict_gloo import Link, loopback, running
-from step_time_worker import OURS, Config, worker
-
-from rings import joined
+from links import Link, joined, loopback, running
+from step_time_worker import END, OURS, START, STEP, Config, ways, worker
 
 TABLE = Path(__file__).parent / "results" / "step_time.md"
 SAME_LOSS = 1e-5  # relative: sums in another order in float32
@@ -70,13 +69,13 @@ FULL = (
 )
 
 
-def measure(rows: Sequence[Row], with_memory: bool, folder: Path) -> list[dict[str, Any]]:
+def measure(rows: Sequence[Row], cache: str) -> list[dict[str, Any]]:
     """What every row took, in the order of links."""
     found = []
     for num_ranks, gbit in dict.fromkeys((row.num_ranks, row.gbit) for row in rows):
         with _link(num_ranks, gbit) as link:
             for row in (row for row in rows if (row.num_ranks, row.gbit) == (num_ranks, gbit)):
-                found.append(_measured(link, row, with_memory, folder))
+                found.append(_measured(link, row, cache))
                 print(_line(found[-1]), file=sys.stderr, flush=True)
     return found
 
@@ -85,23 +84,29 @@ def _link(num_ranks: int, gbit: int) -> AbstractContextManager[Link]:
     return joined(num_ranks, gbit) if gbit and num_ranks > 1 else loopback(num_ranks)
 
 
-def _measured(link: Link, row: Row, with_memory: bool, folder: Path) -> dict[str, Any]:
+def _measured(link: Link, row: Row, cache: str) -> dict[str, Any]:
     load = running()
-    found = _job(link, row.config, "", folder)
-    if with_memory:
-        brief = replace(row.config, steps=2, warm_up=1)
-        found["peaks"] = {name: _job(link, brief, name, folder)["peak_bytes"] for name in found["seconds"]}
-    medians = {name: statistics.median(taken) for name, taken in found["seconds"].items()}
-    best = min((name for name in medians if name != OURS), key=medians.__getitem__)
     shown = {"key": row.key, "link": row.link, "num_ranks": row.num_ranks, "config": str(row.config), "load": load}
-    return {**shown, "best_peer": best, "ratio": medians[OURS] / medians[best], "medians": medians, **found}
-
-
-def _job(link: Link, config: Config, only: str, folder: Path) -> dict[str, Any]:
-    out = link.run(
-        str(Path(__file__)), "--worker", json.dumps(asdict(config)), "--variant", only, "--cache", str(folder)
-    )
-    return dict(json.loads(out.strip().splitlines()[-1]))
+    names, told = ways(row.config), ("--worker", json.dumps(asdict(row.config)), "--cache", cache)
+    with ExitStack() as stack:
+        jobs, starts = {}, {}
+        for name in names:  # the others wait
+            jobs[name] = stack.enter_context(link.talk(str(Path(__file__)), *told, "--way", name))
+            starts[name] = jobs[name].ask(START)
+        steps: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for i in range(row.config.warm_up - 1 + row.config.steps):
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                steps[name].append(jobs[name].ask(STEP))
+        ends = {name: job.ask(END) for name, job in jobs.items()}
+    seconds = {name: [step["seconds"] for step in taken[row.config.warm_up - 1 :]] for name, taken in steps.items()}
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    best = min((name for name in names if name != OURS), key=medians.__getitem__)
+    return {
+        **shown, "best_peer": best, "ratio": medians[OURS] / medians[best], "medians": medians, "seconds": seconds,
+        "losses": {name: [step["loss"] for step in (starts[name], *steps[name])] for name in names},
+        "starts": {name: start["seconds"] for name, start in starts.items()}, "waited": starts[OURS]["waited"],
+        "peaks": {name: end.pop("peak_bytes") for name, end in ends.items()}, **ends[OURS],
+    }  # fmt: skip
 
 
 def loss_difference(found: dict[str, Any]) -> float:
@@ -119,12 +124,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         elif row["key"]:
             ratios[row["key"]] = row["ratio"]
     names = ("key", "link", "num_ranks", "config", "load", "best_peer", "ratio", "medians", "starts", "waited",
-             "predicted", "costs", "passes")  # fmt: skip
+             "predicted", "costs", "passes", "peaks")  # fmt: skip
     return {
         **ratios,
         "worst_ratio": max(row["ratio"] for row in rows),
         "loss_difference": max(loss_difference(row) for row in rows),
-        "rows": [{name: row[name] for name in names} | {"peaks": row.get("peaks")} for row in rows],
+        "rows": [{name: row[name] for name in names} for row in rows],
     }
 
 
@@ -157,11 +162,10 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         best = row["medians"][row["best_peer"]]
         for name, seconds in row["seconds"].items():
             predicted = row.get("predicted") if name == OURS else None
-            peak = (row.get("peaks") or {}).get(name)
             cells = (
                 row["link"], str(row["num_ranks"]), row["config"], name, _spread(seconds),
                 f"{row['medians'][name] / best:.2f}", f"{predicted * 1e3:.0f}" if predicted else "",
-                f"{row['starts'][name]:.1f}", f"{peak / 1e9:.2f}" if peak else "", f"{row['load']:.1f}",
+                f"{row['starts'][name]:.1f}", f"{row['peaks'][name] / 1e9:.2f}", f"{row['load']:.1f}",
             )  # fmt: skip
             parts.append(f"| {' | '.join(cells)} |")
     parts += ["", "What meshweave chose:", ""]
@@ -175,7 +179,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--memory", action="store_true")
     parser.add_argument(
         "--only", default="", help="rows whose link and model have this in them, such as '1 Gbit/s, ll'"
     )
@@ -183,12 +186,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--eager", action="store_true", help="peers without torch.compile, which takes minutes")
     parser.add_argument("--worker")
-    parser.add_argument("--variant", default="")
+    parser.add_argument("--way", default="")
     parser.add_argument("--cache", default="")
     options = parser.parse_args()
     if options.worker:
         os.environ["MESHWEAVE_CACHE"] = options.cache  # empty at first: what a calibration takes is in the figures
-        worker(Config(**json.loads(options.worker)), options.variant)
+        worker(Config(**json.loads(options.worker)), options.way)
         return 0
     rows = [
         replace(row, config=replace(row.config, layers=options.layers, steps=options.steps, compiles=not options.eager))
@@ -199,7 +202,7 @@ def main() -> int:
     if not rows:
         parser.error(f"no row has '{options.only}' in it (shaped links need root)")
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(rows, options.memory, Path(folder))
+        found = measure(rows, folder)
     print(json.dumps(summary(found)) if options.json else page(found))
     if options.write:
         TABLE.write_text(page(found))

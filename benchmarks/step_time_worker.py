@@ -1,10 +1,11 @@
-"""One process of a job of step_time.py: every way to train one model, all in turns on the same weights and batches."""
+"""One process of a job of step_time.py: a way to train a model, step by step as it is asked."""
 
 from __future__ import annotations
 
 import gc
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import meshweave as mw
 from meshweave.runtime.cluster import init_from_env, shutdown
 
-OURS, OURS_MEMORY = "meshweave", "peak_bytes"
+OURS = "meshweave"
 Step = Callable[[Tensor], float]
 LR = 1e-2
 
@@ -80,21 +81,14 @@ def meshes(scheme: str, num_ranks: int) -> str:
     }[scheme]
 
 
-def variants(config: Config, num_ranks: int) -> dict[str, Callable[[], Step]]:
-    """Makers of steps by name, ours first."""
-    makers: dict[str, Callable[[], Step]] = {OURS: lambda: ours(config, num_ranks)}
-    peers = {
-        "solo": (("eager", solo),),
-        "ddp": (("DDP", ddp),),
-        "fsdp": (("FSDP2", fsdp2),),
-        "tp": (("TP", tp),),
-        "fsdp+tp": (("FSDP2+TP", fsdp2_tp),),
-    }[config.scheme]
-    for name, make in peers:
-        makers[name] = lambda make=make: make(config, False)  # type: ignore[misc]
-        if config.compiles:
-            makers[f"{name}, compiled"] = lambda make=make: make(config, True)  # type: ignore[misc]
-    return makers
+def ways(config: Config) -> tuple[str, ...]:
+    """Names of ways to train, ours first."""
+    peer, _ = PEERS[config.scheme]
+    return (OURS, peer, f"{peer}, compiled") if config.compiles else (OURS, peer)
+
+
+def make_step(config: Config, way: str, num_ranks: int) -> Step:
+    return ours(config, num_ranks) if way == OURS else PEERS[config.scheme][1](config, way.endswith(", compiled"))
 
 
 def ours(config: Config, num_ranks: int) -> Step:
@@ -193,6 +187,15 @@ def fsdp2_tp(config: Config, is_compiled: bool) -> Step:
     return _trained(model, _rows(config, mesh.get_local_rank("dp")))
 
 
+PEERS: dict[str, tuple[str, Callable[[Config, bool], Step]]] = {
+    "solo": ("eager", solo),
+    "ddp": ("DDP", ddp),
+    "fsdp": ("FSDP2", fsdp2),
+    "tp": ("TP", tp),
+    "fsdp+tp": ("FSDP2+TP", fsdp2_tp),
+}  # fmt: skip
+
+
 # The job
 
 
@@ -204,62 +207,56 @@ def batches(config: Config, num_ranks: int) -> Iterator[Tensor]:
         yield torch.randint(0, config.vocabulary, (replicas * config.batch, config.sequence), generator=made)
 
 
-def worker(config: Config, only: str = "") -> None:
-    """Train every way in turns; rank 0 prints what it took as JSON. `only`: one way alone, for its peak memory."""
+# What rank 0 is asked on a line of stdin, and what it answers with on a line of stdout.
+START, STEP, END = QUESTIONS = "start", "step", "end"
+
+
+def worker(config: Config, way: str) -> None:
+    """Train in the way of that name. Seconds are those of the slowest process, losses those of the global batch."""
     rank, num_ranks = init_from_env()
-    makers = variants(config, num_ranks)
-    if only:
-        makers = {only: makers[only]}
-    names, source = tuple(makers), batches(config, num_ranks)
-    first = next(source)
-    steps: dict[str, Step] = {}
-    starts, seconds, losses = {}, {name: [] for name in names}, {name: [] for name in names}
-    for name, make in makers.items():
-        dist.barrier()
-        began = time.perf_counter()
-        steps[name] = make()
-        losses[name].append(_mean(steps[name](first)))
-        starts[name] = time.perf_counter() - began
-    began = time.perf_counter()
-    if OURS in steps:
-        steps[OURS].compiled.wait_for_compiler()  # type: ignore[attr-defined]
-    waited = time.perf_counter() - began  # while nobody steps: in a script steps go on meanwhile
-    for i in range(config.warm_up - 1 + config.steps):
+    source, step = batches(config, num_ranks), None
+    while (question := _asked(rank)) != END:
         batch = next(source)
         gc.collect()
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()
+        dist.barrier()
+        began = time.perf_counter()
+        step = step or make_step(config, way, num_ranks)
+        loss = step(batch)
+        answer = {"seconds": _slowest(time.perf_counter() - began), "loss": _mean(loss)}
+        if question == START and way == OURS:
             began = time.perf_counter()
-            loss = steps[name](batch)
-            took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)  # a step ends when the slowest process has ended it
-            losses[name].append(_mean(loss))
-            if i >= config.warm_up - 1:
-                seconds[name].append(float(took))
+            step.compiled.wait_for_compiler()  # type: ignore[attr-defined]
+            answer["waited"] = time.perf_counter() - began  # nobody steps: in a script steps go on meanwhile
+        _answer(rank, answer)
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, dtype=torch.int64)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    if rank == 0:
-        said = described(steps[OURS].compiled) if OURS in steps else {}  # type: ignore[attr-defined]
-        print(
-            json.dumps(
-                {
-                    "seconds": seconds,
-                    "losses": losses,
-                    "starts": starts,
-                    "peak_bytes": int(peak),
-                    "waited": waited,
-                    **said,
-                }
-            )
-        )
+    _answer(rank, {"peak_bytes": int(peak), **(described(step.compiled) if way == OURS else {})})  # type: ignore[union-attr]
     shutdown()
+
+
+def _asked(rank: int) -> str:
+    """The next question, on every rank. A job that nobody asks any more ends."""
+    index = torch.tensor(QUESTIONS.index(sys.stdin.readline().strip() or END) if rank == 0 else 0)
+    dist.broadcast(index, 0)
+    return QUESTIONS[int(index)]
+
+
+def _answer(rank: int, answer: dict[str, Any]) -> None:
+    if rank == 0:
+        print(json.dumps(answer), flush=True)
+
+
+def _slowest(seconds: float) -> float:
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 def _mean(loss: float) -> float:
     """The loss of the global batch: ranks have as many tokens each."""
-    held = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(held)
-    return float(held) / dist.get_world_size()
+    total = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
 
 
 def described(step: mw.TrainStep) -> dict[str, Any]:

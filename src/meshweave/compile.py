@@ -176,7 +176,8 @@ class CompileOptions:
             shard = batch_shard(mesh, plan)[0]
             example = global_example(self.example, self.batch, shard)
             with world.guard():  # all ranks measure and choose together
-                chosen = costs_for(self.profile, world, self.progress)
+                is_eager = self.session.backend == "eager"
+                chosen = costs_for(self.profile, world, self.progress, is_eager=is_eager)
                 prepare_compiler(self.session.backend, world, sum(x.numel() for x in self.model.parameters()))
                 pipeline = self.pipeline
                 if self.leaves_passes_open:

@@ -37,6 +37,7 @@ from meshweave.hardware.load import parse_profile
 from meshweave.hardware.schema import KINDS
 from meshweave.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.ir.mesh import Mesh
+from meshweave.regions.libraries import Libraries
 
 command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ MACHINE = MachineFacts("toy", "1", "a toy", "meshweave calibrate", 2, 1e9, 1e8)
 def test_a_case_is_the_work_that_the_simulator_takes_it_for() -> None:
     pool = Pool(CPU, 32 * MIB)
     cases = [
-        *matmul_cases(pool, [Grid(torch.float32, (16, 32), 1e5, ((7, 5, 3),))]),
+        *matmul_cases(pool, [Grid(torch.float32, (16, 32), 1e5, ((7, 5, 3),))], Libraries()),
         *batched_cases(pool, torch.float32, True),
         *attention_cases(pool, torch.float32, [(2, 3, 16, 8)], []),
     ]
@@ -100,7 +101,7 @@ def test_memory_cases_are_of_every_kind_and_of_the_size_asked_for() -> None:
 def test_a_transposed_factor_is_a_view() -> None:
     """x @ w^T is read as it lies: the copy that would make it contiguous is not timed."""
     pool = Pool(CPU, 32 * MIB)
-    (case, *_) = matmul_cases(pool, [Grid(torch.float32, (16,), 1e5, ())])
+    (case, *_) = matmul_cases(pool, [Grid(torch.float32, (16,), 1e5, ())], Libraries())
     assert [tuple(x.is_contiguous() for x in pair) for pair in case.operands] == [
         (True, False),
         (True, True),

@@ -22,11 +22,12 @@ from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile, profile_of_device
 from meshweave.hardware.load import parse_profile
+from meshweave.regions.libraries import ATEN, ONEDNN, Libraries, faster_library
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
-FORMAT = 3  # version of the cache; change it when collectives are implemented differently
+FORMAT = 4  # version of the cache; change it when collectives are implemented differently
 # The cache is used if a gather takes between 1/4 and 4 times its stated time: 1 and 10 Gbit/s differ by more (8 to 10
 # times), load of other users mostly by less.
 _MOST_DRIFT = 4.0
@@ -53,23 +54,30 @@ class Seat:
     threads: int
     address: str  # by which it reaches the job's first rank: two links of the same host have two addresses
     per_node: str
+    library: str  # of matmuls
 
     @staticmethod
-    def here(device: torch.device) -> Seat:
+    def here(device: torch.device, is_eager: bool) -> Seat:
         address = _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        return Seat(**machine_of(device), address=address, per_node=os.environ.get("LOCAL_WORLD_SIZE", ""))
+        library = ATEN if is_eager else faster_library(device)
+        per_node = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return Seat(**machine_of(device), address=address, per_node=per_node, library=library)
 
 
 def costs_for(
-    profile: Costs | str | None, world: World, progress: Callable[[str], None] = lambda stage: None
+    profile: Costs | str | None,
+    world: World,
+    progress: Callable[[str], None] = lambda stage: None,
+    *,
+    is_eager: bool = False,
 ) -> ChosenCosts:
     """The costs for `profile` on `world`. All ranks of a job call it together and get the same.
 
     Cost objects are used unchanged; "alpha-beta" is an AlphaBeta, another name or a file a machine profile. None and
     "auto" are, in a job of several processes, the built-in profile of its GPUs if there is one, else a profile that is
     measured once (about 10 s) and cached in `cache_directory()`, by hosts, devices, addresses, backend, number of
-    processes and versions. Virtual devices of a process have no links: only relative costs of moves matter, for which
-    an AlphaBeta is enough.
+    processes, versions and libraries of matmuls (ATen for the eager backend: `is_eager`). Virtual devices of a process
+    have no links: only relative costs of moves matter, for which an AlphaBeta is enough.
     """
     if isinstance(profile, str) and profile not in (AUTO, ALPHA_BETA):
         costs = load_profile(profile)
@@ -80,12 +88,12 @@ def costs_for(
         return ChosenCosts(profile, f"{profile.name}, as asked")
     if not isinstance(world, ClusterWorld) or world.mesh.num_devices == 1:
         return ChosenCosts(AlphaBeta(), "alpha-beta: virtual devices have no links to measure")
-    return _of_job(world, progress)
+    return _of_job(world, progress, is_eager)
 
 
-def _of_job(world: ClusterWorld, progress: Callable[[str], None]) -> ChosenCosts:
+def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_eager: bool) -> ChosenCosts:
     with world.guard():
-        seats = _gathered(Seat.here(world.device))
+        seats = _gathered(Seat.here(world.device, is_eager))
     names = {seat.device for seat in seats}
     known = profile_of_device(next(iter(names))) if len(names) == 1 else None
     if known is not None:
@@ -101,7 +109,8 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None]) -> ChosenCosts
             if 1 / _MOST_DRIFT <= drift <= _MOST_DRIFT:
                 return ChosenCosts(profile, f"measured on this machine: {profile.version}, cached in {entry.path}")
             trouble = f"a gather takes {drift:.2g} times as long as {entry.path} says"
-        return _measured(world, entry, trouble, progress)
+        libraries = Libraries(all(seat.library == ONEDNN for seat in seats))
+        return _measured(world, entry, trouble, progress, libraries)
 
 
 def _kept(entry: CacheEntry) -> tuple[str, str]:
@@ -119,7 +128,9 @@ def _parsed(text: str) -> MachineProfile:
     return parse_profile(text, "the profile of this machine")
 
 
-def _measured(world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Callable[[str], None]) -> ChosenCosts:
+def _measured(
+    world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Callable[[str], None], libraries: Libraries
+) -> ChosenCosts:
     """Costs measured now and cached; an AlphaBeta if that is not possible. `trouble` is why no cached profile was
     used."""
     began = time.perf_counter()
@@ -128,7 +139,9 @@ def _measured(world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Ca
     text, failure = "", ""
     try:
         name = f"{world.device.type}, {world.mesh.num_devices} processes"
-        text = calibrate(BRIEF, name, "mw.compile", world.device, lambda stage: progress(f"calibrate: {stage}")).text
+        text = calibrate(
+            BRIEF, name, "mw.compile", world.device, lambda stage: progress(f"calibrate: {stage}"), libraries
+        ).text
     except (MeshweaveError, RuntimeError) as error:
         failure = f"{type(error).__name__}: {error}".partition("\n")[0]
     with world.guard():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshweave.calibrate.ops import OpCase
 from meshweave.ir import ops
+from meshweave.regions.libraries import Libraries
 
 aten = torch.ops.aten
 _MIB = 1 << 20
@@ -70,17 +71,23 @@ SHAPES = (
 )  # fmt: skip
 
 
-def matmul_cases(pool: Pool, grids: Iterable[Grid]) -> Iterator[OpCase]:
+def matmul_cases(pool: Pool, grids: Iterable[Grid], libraries: Libraries) -> Iterator[OpCase]:
     """Matmuls with the operands of a step: x @ w^T forward, g @ w and g^T @ x backward, in turn."""
+
+    def case(m: int, n: int, k: int, dtype: torch.dtype, is_held_out: bool = False) -> OpCase:
+        factors = _factors(pool, m, n, k, dtype)
+        kernels = tuple(libraries.product(*pair) for pair in factors)
+        label = f"matmul {str(dtype).removeprefix('torch.')}"
+        return OpCase(label, aten.mm.default, factors, is_held_out, kernels=kernels)
+
     for grid in grids:
-        name = str(grid.dtype).removeprefix("torch.")
         for m, n, k in product(grid.sizes, repeat=3):
             if 2.0 * m * n * k <= grid.max_flops:
-                yield OpCase(f"matmul {name}", aten.mm.default, _factors(pool, m, n, k, grid.dtype))
+                yield case(m, n, k, grid.dtype)
         for m, n, k in _VECTORS if grid.max_flops > 2.0 * 2048**2 else ():
-            yield OpCase(f"matmul {name}", aten.mm.default, _factors(pool, m, n, k, grid.dtype))
+            yield case(m, n, k, grid.dtype)
         for m, n, k in grid.held_out:
-            yield OpCase(f"matmul {name}", aten.mm.default, _factors(pool, m, n, k, grid.dtype), True)
+            yield case(m, n, k, grid.dtype, True)
 
 
 def _factors(pool: Pool, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:

@@ -29,6 +29,7 @@ from meshweave.calibrate.links import LinkTimer, Place, places, slowdown, time_l
 from meshweave.calibrate.ops import ALONE, Effort, OpCase, Peers, RepeatedOp, time_ops
 from meshweave.errors import MeshError
 from meshweave.ir.mesh import Mesh
+from meshweave.regions.libraries import ONEDNN, Libraries, faster_library
 from meshweave.runtime.cluster import ClusterWorld
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -118,70 +119,83 @@ def calibrate(
     command: str,
     device: torch.device,
     say: Callable[[str], None] = lambda stage: None,
+    libraries: Libraries | None = None,
 ) -> Calibration:
     """Measure this process's device; in a job of torch.distributed all ranks call it together, links are measured too,
-    and every rank gets the same result. `command` is recorded in the file as its origin. Raises MeshError if nodes have
-    different numbers of processes.
+    and every rank gets the same result. `command` is recorded in the file as its origin. Matmuls are those of
+    `libraries`, by default those of a compiled step. Raises MeshError if nodes have different numbers of processes.
     """
     reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # KiB on Linux
     world = ClusterWorld(Mesh(d=dist.get_world_size()), device) if dist.is_initialized() else None
     if world is None:
-        return _measured(plan, name, command, device, None, reserved, say)
+        return _Measurement(plan, device, None, libraries, say).run(name, command, reserved)
     try:
         with world.guard():
-            return _measured(plan, name, command, device, world, reserved, say)
+            return _Measurement(plan, device, world, libraries, say).run(name, command, reserved)
     finally:
         world.close()
 
 
-def _measured(
-    plan: MeasurementPlan,
-    name: str,
-    command: str,
-    device: torch.device,
-    world: ClusterWorld | None,
-    reserved: float,
-    say: Callable[[str], None],
-) -> Calibration:
-    peers = ALONE if world is None else peers_of(world)
-    num_ranks = 1 if world is None else world.mesh.num_devices
-    per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
-    torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
-    pool = Pool(device, max(*plan.memory, _LEAST_POOL))
-    say("ops")
-    ops = time_ops(list(_cases(plan, pool)), device, plan.ops, peers)
-    figures = Measurements(tuple(ops))
-    link_places: list[Place] = []
-    if world is not None and num_ranks > 1:
-        link_places = places(num_ranks, per_node)
-        links = LinkTimer(world.mesh, world.rank, device, peers)
-        say("links")
-        timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
-        say("compute beside communication")
-        beside = _beside(pool, device)
-        levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
-        slow = tuple((level, slowdown(links, at, beside, plan.links, _SLOWDOWN_BYTES)) for level, at in levels.items())
-        figures = Measurements(tuple(ops), tuple(timed), slow)
-    text, errors = profile_text(_machine(name, command, device, num_ranks, per_node, reserved), figures, link_places)
-    return Calibration(text, errors)
+@dataclass(frozen=True, slots=True)
+class _Measurement:
+    plan: MeasurementPlan
+    device: torch.device
+    world: ClusterWorld | None
+    libraries: Libraries | None
+    say: Callable[[str], None]
+
+    def run(self, name: str, command: str, reserved: float) -> Calibration:
+        plan, device, world = self.plan, self.device, self.world
+        peers = ALONE if world is None else peers_of(world)
+        num_ranks = 1 if world is None else world.mesh.num_devices
+        per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
+        torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
+        pool = Pool(device, max(*plan.memory, _LEAST_POOL))
+        self.say("ops")
+        libraries = self.libraries or _libraries(device, peers)
+        ops = time_ops(list(_cases(plan, pool, libraries)), device, plan.ops, peers)
+        figures = Measurements(tuple(ops))
+        link_places: list[Place] = []
+        if world is not None and num_ranks > 1:
+            link_places = places(num_ranks, per_node)
+            links = LinkTimer(world.mesh, world.rank, device, peers)
+            self.say("links")
+            timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
+            self.say("compute beside communication")
+            beside = _beside(pool, device, libraries)
+            levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
+            slow = tuple(
+                (level, slowdown(links, at, beside, plan.links, _SLOWDOWN_BYTES)) for level, at in levels.items()
+            )
+            figures = Measurements(tuple(ops), tuple(timed), slow)
+        facts = _machine(name, command, device, num_ranks, per_node, reserved)
+        text, errors = profile_text(facts, figures, link_places)
+        return Calibration(text, errors)
 
 
-def _cases(plan: MeasurementPlan, pool: Pool) -> Iterator[OpCase]:
+def _libraries(device: torch.device, peers: Peers) -> Libraries:
+    """The libraries of a compiled step: oneDNN if it is faster on the machines of all peers."""
+    (others,) = peers.most([float(faster_library(device) != ONEDNN)])
+    return Libraries(not others)
+
+
+def _cases(plan: MeasurementPlan, pool: Pool, libraries: Libraries) -> Iterator[OpCase]:
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float64] if pool.device.type == "cpu" else [torch.float16])
     yield from tiny_cases(pool)
     grids = [Grid(torch.float32, plan.matmul_sizes, plan.max_flops, plan.held_out_shapes)]
     grids += [Grid(dtype, plan.other_sizes, plan.max_flops / 2, plan.held_out_shapes[::3]) for dtype in dtypes[1:]]
-    yield from matmul_cases(pool, grids)
+    yield from matmul_cases(pool, grids, libraries)
     for dtype in dtypes[:2]:
         yield from batched_cases(pool, dtype, plan.is_quick)
         yield from attention_cases(pool, dtype, plan.attention, _HELD_OUT_ATTENTION)
     yield from memory_cases(pool, plan.memory, plan.held_out_memory)
 
 
-def _beside(pool: Pool, device: torch.device) -> Callable[[], Any]:
+def _beside(pool: Pool, device: torch.device, libraries: Libraries) -> Callable[[], Any]:
     """A small part of a step: a matmul and memory work."""
     aten = torch.ops.aten
-    product = OpCase("", aten.mm.default, ((pool.take((256, 256)), pool.take((256, 512))),))
+    factors = (pool.take((256, 256)), pool.take((256, 512)))
+    product = OpCase("", libraries.product(*factors), (factors,))
     sums = OpCase("", aten.add.Tensor, ((pool.take((256, 512)), pool.take((256, 512))),))
     blocks = (RepeatedOp(product, 4, device), RepeatedOp(sums, 8, device))
 

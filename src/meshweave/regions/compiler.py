@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor, fx
 from meshweave.errors import MeshweaveError
 from meshweave.interop.lazy import load_inductor
 from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import Values, local_values, ragged
 from meshweave.regions.cut import Parts, Region, cut, written_in_place
+from meshweave.regions.libraries import ONEDNN, Libraries, faster_library
 from meshweave.regions.process import CompilerProcess
 from meshweave.regions.trace import RegionFunction, Shape, region_function
 from meshweave.regions.worth import (
@@ -99,17 +102,18 @@ class RegionCompiler:
     has_compiler: bool = True
     is_waiting: bool = False
     _processes: dict[frozenset[str], CompilerProcess] = field(default_factory=dict)
+    _libraries: Libraries | None = None
 
     def fuse(
         self, role: RankGraph, devices: Sequence[int], device: torch.device, parts: Parts, kept: Collection[fx.Node]
     ) -> list[list[Planned]]:
         """The parts of a role with its regions compiled, for the role's devices of this process. A region that cannot
         be compiled runs op by op, and so does everything if compiling does not pay off or is not finished."""
-        plain: list[list[Planned]] = [list(part) for part in parts]
         if self.backend == "eager":
-            return plain
+            return [list(part) for part in parts]
         lead = role.devices[0] if self.backend == "auto" else devices[0]  # all devices of a role judge by its first
         local = {d: local_values(role, d) for d in {*devices, lead}}
+        libraries = self._agreed_libraries(device)
         values = local[devices[0]].values
         sized = ragged(role)  # compiled shapes are static
         refused = {
@@ -118,11 +122,16 @@ class RegionCompiler:
             for n in part
             if is_random(n.target) or n in sized or sized.intersection(n.all_input_nodes)
         }
+        singles = {d: local[d].values for d in devices}
+        plain = _singly(parts, singles, libraries, sized)
         while True:
             steps = cut(parts, kept, values, lambda node: node not in refused)
             steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, values)
             regions = [step for part in steps for step in part if isinstance(step, Region)]
-            its = {d: [region_function(r, x.values, x.symbols, device) for r in regions] for d, x in local.items()}
+            its = {
+                d: [region_function(r, x.values, x.symbols, device, libraries) for r in regions]
+                for d, x in local.items()
+            }
             if too_small := self._too_small(regions, [function.key for function in its[lead]], local[lead].values):
                 refused.update(too_small)
                 continue
@@ -146,7 +155,15 @@ class RegionCompiler:
             note_output(functions, load_inductor().output_directory())
         known = {n for r in regions for n in r.outputs}
         runners = {r: self._runner(r, its, known) for r, its in zip(regions, functions, strict=True)}
-        return [[(s, runners[s]) if isinstance(s, Region) else s for s in part] for part in steps]
+        others = [[s for s in part if not isinstance(s, Region)] for part in steps]
+        planned = dict(zip(chain(*others), chain(*_singly(others, singles, libraries, sized)), strict=True))
+        return [[(s, runners[s]) if isinstance(s, Region) else planned[s] for s in part] for part in steps]
+
+    def _agreed_libraries(self, device: torch.device) -> Libraries:
+        """oneDNN if it is faster on the machines of all ranks."""
+        if self._libraries is None:
+            self._libraries = Libraries(not self.any_rank(faster_library(device) != ONEDNN))
+        return self._libraries
 
     def _compiles_beside(self, functions: Sequence[Functions], device: torch.device) -> bool:
         """Whether a background process of any rank still compiles new regions; starts one if none has been started.
@@ -277,6 +294,35 @@ class RegionCompiler:
             return None
         known = remembered(functions) if functions else False
         return None if self.any_rank(known is None) else self.any_rank(bool(known))
+
+
+def _singly(
+    parts: Parts, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries, sized: Collection[fx.Node]
+) -> list[list[Planned]]:
+    """Nodes that run one by one, by the library for their operands on each device; ATen runs those whose shapes are
+    known only at run time."""
+    return [[node if node in sized else _single(node, values, libraries) for node in part] for part in parts]
+
+
+def _single(node: fx.Node, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries) -> Planned:
+    kernels = {device: libraries.kernel(node, its) for device, its in values.items()}
+    if all(kernel is node.target for kernel in kernels.values()):
+        return node
+    inputs = tuple(dict.fromkeys(node.args))
+    places = [inputs.index(operand) for operand in node.args]
+
+    def bound(kernel: Any) -> Compiled:
+        function = KERNELS.get(kernel, kernel)
+
+        def run(operands: list[Any]) -> Sequence[Any]:
+            args = [operands[i] for i in places]
+            operands.clear()
+            return (function(*args),)
+
+        return run
+
+    region = Region((node,), inputs, (node,))  # type: ignore[arg-type]
+    return region, Runner({device: bound(kernel) for device, kernel in kernels.items()}, (), (-1,))
 
 
 def _renewed(role: RankGraph) -> dict[fx.Node, fx.Node]:

@@ -17,6 +17,7 @@ from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.traits import FACTORIES
 from meshweave.ir.values import Values
 from meshweave.regions.cut import Region
+from meshweave.regions.libraries import Libraries
 
 aten, ours = torch.ops.aten, torch.ops.meshweave
 Shape = tuple[int, ...]
@@ -95,7 +96,11 @@ def _value(x: Any, inputs: Sequence[Tensor], results: Sequence[Any]) -> Any:
 
 
 def region_function(
-    region: Region, values: Mapping[fx.Node, Values], symbols: Mapping[fx.Node, Any], device: torch.device
+    region: Region,
+    values: Mapping[fx.Node, Values],
+    symbols: Mapping[fx.Node, Any],
+    device: torch.device,
+    libraries: Libraries = Libraries(),  # noqa: B008  (immutable)
 ) -> RegionFunction:
     """A region with the symbols of a device bound. `values` are those of that device."""
     place = {node: _Tensor(True, i) for i, node in enumerate(region.inputs)}
@@ -104,7 +109,7 @@ def region_function(
         args, kwargs = map_nodes(node, lambda n: symbols[n] if n.target in SYMBOLS else place[n])
         if node.target in FACTORIES:
             kwargs = {**kwargs, "device": device}
-        function: Any = node.target
+        function = libraries.kernel(node, values)
         calls.append(RegionCall(_SEEN_INTO.get(function, function), args, kwargs))
         place[node] = _Tensor(False, i)
     forms = tuple((x.shape, x.stride, x.dtype) for node in region.inputs for x in values[node])

@@ -248,7 +248,9 @@ def perform(task: Task, env: Env, device: int) -> None:
     try:
         results = task.function(operands, device)
     except Exception as error:
-        raise failed(task, f"and {len(task.fused.nodes) - 1} ops after it failed on device {device}", error) from error
+        rest = len(task.fused.nodes) - 1
+        how = f"and {rest} ops after it failed" if rest else "failed"
+        raise failed(task, f"{how} on device {device}", error) from error
     for slot, value in zip(task.outs, results, strict=True):
         env[slot] = value
 

@@ -1,0 +1,98 @@
+"""The library that runs a matmul on a processor: ATen's BLAS, or oneDNN where it is faster on this machine.
+
+MKL, the BLAS of torch on x86, has no kernels with 512-bit vectors for processors of other makers than its own: there
+oneDNN multiplies float32 matrices in half the time (AMD EPYC, 1 and 2 threads, torch 2.13, 2026-11: 230 instead of 105
+GFLOP/s of a core). Both compute in float32 and add in different orders.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
+from meshweave.interop import onednn
+from meshweave.ir.values import Values
+
+aten, ours = torch.ops.aten, torch.ops.meshweave
+MM, ONEDNN_MM = aten.mm.default, ours.onednn_mm.default
+ONEDNN, ATEN = "oneDNN", "ATen"  # names of libraries
+
+# oneDNN's calls take 12 us instead of 1, and it copies a transposed left operand, which takes long beside few columns.
+# On that machine nothing beyond these sizes was slower (18 shapes, each of the three products of a linear layer).
+LEAST_FLOPS, LEAST_DIM, LEAST_COLUMNS = 8e6, 16, 128
+FORMAT = 1  # version of the cached choice
+_SHAPES = ((256, 512, 512), (64, 1024, 256))
+_LEAST_GAIN, _ROUNDS = 1.15, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Libraries:
+    """Which library runs each matmul. All ranks of a job use the same, or replicas of a value would diverge."""
+
+    has_onednn: bool = False
+
+    def kernel(self, node: fx.Node, values: Mapping[fx.Node, Values]) -> Any:
+        """The op that computes a node: its own target, or the same op of another library."""
+        if not self.has_onednn or node.target is not MM:
+            return node.target
+        (a,), (b,) = (values[operand] for operand in node.args)  # type: ignore[index]
+        suits = a.dtype == b.dtype == torch.float32 and _suits(a.shape, a.stride, b.shape, b.stride)
+        return ONEDNN_MM if suits else MM
+
+    def product(self, a: Tensor, b: Tensor) -> Any:
+        """The op that multiplies two matrices on a processor."""
+        suits = a.dtype == b.dtype == torch.float32 and _suits(a.shape, a.stride(), b.shape, b.stride())
+        return ONEDNN_MM if self.has_onednn and suits else MM
+
+
+def _suits(a: Sequence[int], a_stride: Sequence[int], b: Sequence[int], b_stride: Sequence[int]) -> bool:
+    (m, k), (_, n) = a, b
+    is_copied = a_stride != (k, 1)
+    is_dense = b_stride in ((n, 1), (1, k))
+    least = min(m, n, k) >= LEAST_DIM and 2.0 * m * n * k >= LEAST_FLOPS
+    return is_dense and least and (n >= LEAST_COLUMNS or not is_copied)
+
+
+def faster_library(device: torch.device) -> str:
+    """The name of the library with the faster matmuls on this machine: measured once (50 ms), and cached."""
+    if device.type != "cpu" or not onednn.is_exact():
+        return ATEN
+    key = {"format": FORMAT, "torch": torch.__version__, **machine_of(device)}
+    entry = CacheEntry(cache_directory() / "libraries", json.dumps(key), ".txt")
+    name, _ = entry.read()
+    if name not in (ONEDNN, ATEN):
+        name = ONEDNN if _gain() >= _LEAST_GAIN else ATEN
+        entry.write(name)
+    return name
+
+
+def _gain() -> float:
+    """How many times as fast oneDNN is, over the three products of linear layers."""
+    operands = [pair for shape in _SHAPES for pair in _pairs(*shape)]
+    return _fastest(torch.mm, operands) / _fastest(onednn.mm, operands)
+
+
+def _pairs(m: int, n: int, k: int) -> Iterable[tuple[Tensor, Tensor]]:
+    x, weight, grad = torch.ones(m, k), torch.ones(n, k), torch.ones(m, n)
+    return (x, weight.t()), (grad, weight), (grad.t(), x)
+
+
+def _fastest(multiply: Callable[[Tensor, Tensor], Tensor], operands: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Seconds for all products, the fastest of some rounds of each: the first is not warm."""
+    total = 0.0
+    with torch.no_grad():
+        for a, b in operands:
+            seconds = []
+            for _ in range(_ROUNDS):
+                began = time.perf_counter()
+                multiply(a, b)
+                seconds.append(time.perf_counter() - began)
+            total += min(seconds)
+    return total
