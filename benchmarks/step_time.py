@@ -6,9 +6,10 @@
 Processes of this machine, one thread each, in network namespaces of their own with links of 1 or 10 Gbit/s between
 them (veth and `tc tbf`; needs root), over the loopback, and one process alone. Every way to train has a job of its own
 with a copy of the model of the same weights, so that nothing that a way sets in its process helps or harms another, and
-all jobs take their steps on the same batches in turns, so that what disturbs the machine disturbs all alike; a step
-ends when the slowest process has ended it. Ours is `mw.compile` without a profile, a pass or any other flag; peers run
-eager and compiled, and the best of them counts. Peak memory is that of the largest process, start included.
+all jobs take their steps on the same batches in turns, so that what disturbs the machine disturbs all alike. A turn is
+two steps, of which the second counts: training takes step after step. A step ends when the slowest process has ended
+it. Ours is `mw.compile` without a profile, a pass or any other flag; peers run eager and compiled, and the best of them
+counts. Peak memory is that of the largest process, start included.
 
 --json: one object with `fsdp_1gbit_ratio`, `ddp_1gbit_ratio`, `tp_b1_1gbit_ratio`, `tp_b4_1gbit_ratio`,
 `loopback_worst_ratio`, `solo_ratio` (medians, ours / best peer), the rows below them and the load of other processes.

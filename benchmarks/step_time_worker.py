@@ -216,8 +216,10 @@ def worker(config: Config, way: str) -> None:
     rank, num_ranks = init_from_env()
     source, step = batches(config, num_ranks), None
     while (question := _asked(rank)) != END:
-        batch = next(source)
         gc.collect()
+        if step is not None:  # caches are cold after the turns of other jobs, and training takes step after step
+            step(next(source))
+        batch = next(source)
         dist.barrier()
         began = time.perf_counter()
         step = step or make_step(config, way, num_ranks)

@@ -23,6 +23,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile, profile_of_device
 from meshweave.hardware.load import parse_profile
 from meshweave.regions.libraries import ATEN, ONEDNN, Libraries, faster_library
+from meshweave.runtime.allocator import release_freed_memory
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.world import World
 
@@ -144,6 +145,7 @@ def _measured(
         ).text
     except (MeshweaveError, RuntimeError) as error:
         failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+    release_freed_memory()
     with world.guard():
         outcomes = _gathered((text, failure))
     if failures := [error for _, error in outcomes if error]:

@@ -23,7 +23,8 @@ _MAX_SETS = 8
 
 @dataclass(slots=True)
 class Pool:
-    """Memory that operands are cut from, so that a large operand need not be filled for every case."""
+    """Memory that operands are cut from, so that a large operand need not be filled for every case: `num_bytes` for
+    float32, half of that for each other dtype, of which fewer and smaller cases are measured."""
 
     device: torch.device
     num_bytes: int
@@ -38,7 +39,7 @@ class Pool:
         tensor = self._made.get(dtype)
         if tensor is None:
             random = torch.Generator(self.device).manual_seed(0)
-            count = self.num_bytes // dtype.itemsize
+            count = self.num_bytes // (1 if dtype == torch.float32 else 2) // dtype.itemsize
             wide = torch.rand(min(count, _MIB), generator=random, dtype=torch.float32, device=self.device) + 0.5
             tensor = self._made[dtype] = wide.to(dtype).repeat(-(-count // len(wide)))
         assert size <= len(tensor), "the pool is too small"

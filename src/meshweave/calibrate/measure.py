@@ -150,10 +150,10 @@ class _Measurement:
         num_ranks = 1 if world is None else world.mesh.num_devices
         per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
         torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
-        pool = Pool(device, max(*plan.memory, _LEAST_POOL))
         self.say("ops")
         libraries = self.libraries or _libraries(device, peers)
-        ops = time_ops(list(_cases(plan, pool, libraries)), device, plan.ops, peers)
+        cases = _cases(plan, Pool(device, max(*plan.memory, _LEAST_POOL)), libraries)
+        ops = time_ops(list(cases), device, plan.ops, peers)
         figures = Measurements(tuple(ops))
         link_places: list[Place] = []
         if world is not None and num_ranks > 1:
@@ -162,7 +162,7 @@ class _Measurement:
             self.say("links")
             timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
             self.say("compute beside communication")
-            beside = _beside(pool, device, libraries)
+            beside = _beside(Pool(device, _SLOWDOWN_BYTES), device, libraries)
             levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
             slow = tuple(
                 (level, slowdown(links, at, beside, plan.links, _SLOWDOWN_BYTES)) for level, at in levels.items()

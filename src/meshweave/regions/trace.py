@@ -124,8 +124,3 @@ def _name(function: Any) -> str:
     if is_operator(function):
         return str(function)
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
-
-
-def samples(forms: Sequence[Form], make: Callable[..., Tensor]) -> list[Tensor]:
-    """A tensor of each form, from a function like torch.empty_strided."""
-    return [make(shape, stride, dtype=dtype) for shape, stride, dtype in forms]

@@ -6,18 +6,18 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
 from meshweave.ir.values import Values
 from meshweave.regions.cut import Region, is_generated, is_view
-from meshweave.regions.trace import RegionFunction, samples
+from meshweave.regions.trace import RegionFunction, Shape
 
 Compiled = Callable[[list[Any]], Sequence[Any]]  # empties its argument list
 
@@ -30,6 +30,7 @@ OP_S = 5e-6
 BYTES_PER_S = 10e9
 NEW_BYTES_PER_S = 2.5e9
 FORMAT = 1  # version of the cached verdicts
+_POOL_BYTES, _ALIGNED = 32 << 20, 64
 _ROUNDS = 3  # repetitions of a measurement, of which the fastest counts
 _COMPILED, _EAGER = "compiled", "eager"
 _NOTE = "meshweave"  # subdirectory of Inductor's cache
@@ -61,22 +62,42 @@ def saved_seconds(region: Region, values: Mapping[fx.Node, Values]) -> float:
 def gained_seconds(regions: Iterable[tuple[RegionFunction, Compiled | None, int]]) -> tuple[float, list[str]]:
     """How much faster compiled regions are in a step than op by op, each run as often as in the step, measured on
     operands of their forms; and why some could not be measured, about which nothing is known."""
-    gained, unknown = 0.0, []
+    gained, unknown, pool = 0.0, list[str](), None
     for function, compiled, count in regions:
         assert compiled is not None
+        pool = pool or _Pool(function.device)
         try:
-            eager = _seconds(lambda operands, run=function: run(*operands), function)  # type: ignore[misc]
-            gained += count * (eager - _seconds(compiled, function))
+            eager = _seconds(lambda operands, run=function: run(*operands), function, pool)  # type: ignore[misc]
+            gained += count * (eager - _seconds(compiled, function, pool))
         except Exception as error:  # an op may reject operands of ones
             unknown.append(f"{type(error).__name__}: {error}")
     return gained, unknown
 
 
-def _seconds(run: Callable[[list[Any]], Any], function: RegionFunction) -> float:
+class _Pool:
+    """Memory for operands, which share it if there are many: a region may read all gradients of a layer, and measuring
+    it must not take more memory than a step. It is larger than a core's caches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.next = device, 0
+        self.memory = torch.empty(_POOL_BYTES, dtype=torch.uint8, device=device)
+
+    def take(self, shape: Shape, stride: Shape, dtype: torch.dtype) -> Tensor:
+        """A tensor of ones. Indices and bools have memory of their own: they must stay valid."""
+        size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if prod(shape) else 0
+        num_bytes = size * dtype.itemsize
+        if not dtype.is_floating_point or num_bytes > _POOL_BYTES:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=self.device).fill_(1)
+        start = self.next if self.next + num_bytes <= _POOL_BYTES else 0
+        self.next = -(-(start + num_bytes) // _ALIGNED) * _ALIGNED
+        return self.memory[start : start + num_bytes].view(dtype).as_strided(shape, stride).fill_(1)
+
+
+def _seconds(run: Callable[[list[Any]], Any], function: RegionFunction, pool: _Pool) -> float:
     """The fastest of some runs. Operands are ones, which are valid divisors and indices."""
     seconds = []
     for _ in range(_ROUNDS):
-        operands = [x.fill_(1) for x in samples(function.forms, partial(torch.empty_strided, device=function.device))]
+        operands = [pool.take(*form) for form in function.forms]
         _wait_for(function.device)
         began = time.perf_counter()
         with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from functools import cache
 
 # Options of mallopt, and the largest values that glibc takes (malloc.h, malloc.c of glibc 2.36).
@@ -28,3 +29,10 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _MOST_MMAP)) and bool(mallopt(_TRIM_THRESHOLD, _MOST_TRIM))
+
+
+def release_freed_memory() -> None:
+    """Give memory that is free now back to the system, as after work that a process does once. Elsewhere than on glibc
+    nothing happens."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
