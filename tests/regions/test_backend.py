@@ -195,7 +195,7 @@ def test_auto_compiles_what_may_pay_and_keeps_it_if_it_is_faster(
 
     monkeypatch.setattr(inductor, "compile_graph", stand_in)
 
-    def seconds(run: Any, function: Any) -> float:
+    def seconds(run: Any, function: Any, pool: Any) -> float:
         measured.append(function)
         return 1.0 if (run in made) is is_faster else 2.0
 

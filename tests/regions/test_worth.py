@@ -14,6 +14,7 @@ from torch import fx
 from meshweave.interop import inductor
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.values import Value
+from meshweave.regions import worth
 from meshweave.regions.cut import Region
 from meshweave.regions.worth import BYTES_PER_S, OP_S, saved_seconds
 from meshweave.runtime.fuse import prepare_compiler
@@ -83,3 +84,25 @@ def test_loading_inductor_draws_no_random_numbers_of_the_user() -> None:
     code = "import random; from meshweave.interop.lazy import load_inductor; a = random.getstate(); load_inductor(); "
     code += "assert a == random.getstate()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_operands_of_a_measurement_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "_POOL_BYTES", 4096)
+    pool = worth._Pool(torch.device("cpu"))
+    forms = [
+        ((8, 16), (16, 1), torch.float32),
+        ((16, 8), (1, 16), torch.float32),
+        ((3, 5), (8, 1), torch.bfloat16),
+        ((0, 4), (4, 1), torch.float32),
+        ((), (), torch.float64),
+    ]
+    for form in forms * 10:
+        x = pool.take(*form)
+        assert (tuple(x.shape), x.stride(), x.dtype) == form
+        assert bool((x == 1).all())
+        assert x.untyped_storage().data_ptr() == pool.memory.data_ptr()
+    indices, large = pool.take((4,), (1,), torch.int64), pool.take((2000,), (1,), torch.float32)
+    assert bool((indices == 1).all())
+    assert bool((large == 1).all())
+    own = {x.untyped_storage().data_ptr() for x in (indices, large)}
+    assert pool.memory.data_ptr() not in own
