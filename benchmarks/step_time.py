@@ -125,7 +125,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         elif row["key"]:
             ratios[row["key"]] = row["ratio"]
     names = ("key", "link", "num_ranks", "config", "load", "best_peer", "ratio", "medians", "starts", "waited",
-             "predicted", "costs", "passes", "peaks")  # fmt: skip
+             "predicted", "costs", "passes", "library", "peaks")  # fmt: skip
     return {
         **ratios,
         "worst_ratio": max(row["ratio"] for row in rows),
@@ -170,7 +170,10 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             )  # fmt: skip
             parts.append(f"| {' | '.join(cells)} |")
     parts += ["", "What meshweave chose:", ""]
-    parts += [f"- {row['link']}, {row['config']}: {row['costs']}; passes: {row['passes']}" for row in rows]
+    parts += [
+        f"- {row['link']}, {row['config']}: {row['costs']}; passes: {row['passes']}; matmuls: {row['library']}"
+        for row in rows
+    ]
     parts += ["", f"Losses of all ways differ by {max(map(loss_difference, rows)):.1e} at most, relatively."]
     return "\n".join(parts) + "\n"
 

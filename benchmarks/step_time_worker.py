@@ -269,4 +269,9 @@ def described(step: mw.TrainStep) -> dict[str, Any]:
     program = step.program
     modelled = isinstance(program.costs, MachineProfile)
     predicted = simulate(program, program.costs).seconds if modelled else None
-    return {"costs": program.costs_from, "passes": program.optimized.name, "predicted": predicted}
+    return {
+        "costs": program.costs_from,
+        "passes": program.optimized.name,
+        "predicted": predicted,
+        "library": step.session.compiler.library,
+    }

@@ -167,6 +167,7 @@ def test_steps_before_the_compiler_is_ready_run_by_the_same_library(monkeypatch:
     step, losses = trained("auto", "", monkeypatch, ONEDNN)
     assert MM in ops_that_run(step)
     assert MM not in ops_that_run(eager)
+    assert [each.session.compiler.library for each in (step, eager)] == [ONEDNN, ATEN]
     assert losses == pytest.approx(expected, rel=1e-5)
     for name, want in eager.parameters().items():
         torch.testing.assert_close(step.parameters()[name], want, rtol=1e-4, atol=1e-6)

@@ -20,7 +20,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import Values, local_values, ragged
 from meshweave.regions.cut import Parts, Region, cut, written_in_place
-from meshweave.regions.libraries import ONEDNN, Libraries, faster_library
+from meshweave.regions.libraries import ATEN, ONEDNN, Libraries, faster_library
 from meshweave.regions.process import CompilerProcess
 from meshweave.regions.trace import RegionFunction, Shape, region_function
 from meshweave.regions.worth import (
@@ -163,7 +163,13 @@ class RegionCompiler:
         """oneDNN if it is faster on the machines of all ranks."""
         if self._libraries is None:
             self._libraries = Libraries(not self.any_rank(faster_library(device) != ONEDNN))
+            _NOTES.info("float32 matmuls run by %s", self.library)
         return self._libraries
+
+    @property
+    def library(self) -> str:
+        """The library that runs large float32 matmuls (`regions.libraries`)."""
+        return ONEDNN if self._libraries is not None and self._libraries.has_onednn else ATEN
 
     def _compiles_beside(self, functions: Sequence[Functions], device: torch.device) -> bool:
         """Whether a background process of any rank still compiles new regions; starts one if none has been started.
