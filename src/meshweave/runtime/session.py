@@ -17,6 +17,7 @@ from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph
 from meshweave.regions.compiler import BackendName, RegionCompiler
+from meshweave.runtime.allocator import release_freed_memory
 from meshweave.runtime.batches import batch_piece
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries, GatheredParams
@@ -105,8 +106,11 @@ class Session:
             elif not self._look.is_due() or (self._look.is_again and self.compiler.any_rank(self.compiler.is_busy)):
                 return
             self.compiler.is_waiting = False
+            release_freed_memory()  # it may measure regions on operands of its own
             self._build(self.executor.meter, True)
             self._has_regions = not self.compiler.is_waiting
+            if self._has_regions:
+                release_freed_memory()  # steps without regions have scattered parameters over it
             if not is_awaited:
                 return
 
