@@ -28,7 +28,7 @@ from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
-FORMAT = 4  # version of the cache; change it when collectives are implemented differently
+FORMAT = 4  # version of the cache; change it when collectives or matmuls are implemented differently
 # The cache is used if a gather takes between 1/4 and 4 times its stated time: 1 and 10 Gbit/s differ by more (8 to 10
 # times), load of other users mostly by less.
 _MOST_DRIFT = 4.0

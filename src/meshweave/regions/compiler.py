@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -303,11 +303,15 @@ class RegionCompiler:
 
 
 def _singly(
-    parts: Parts, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries, sized: Collection[fx.Node]
+    parts: Parts, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries, sized: Set[fx.Node]
 ) -> list[list[Planned]]:
-    """Nodes that run one by one, by the library for their operands on each device; ATen runs those whose shapes are
-    known only at run time."""
-    return [[node if node in sized else _single(node, values, libraries) for node in part] for part in parts]
+    """Nodes that run one by one, by the library for their operands on each device; ATen runs those whose operands have
+    sizes that are known only at run time (`sized`)."""
+
+    def planned(node: fx.Node) -> Planned:
+        return node if sized.intersection(node.all_input_nodes) else _single(node, values, libraries)
+
+    return [[planned(node) for node in part] for part in parts]
 
 
 def _single(node: fx.Node, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries) -> Planned:

@@ -80,7 +80,7 @@ def _gain() -> float:
 
 
 def _pairs(m: int, n: int, k: int) -> Iterable[tuple[Tensor, Tensor]]:
-    x, weight, grad = torch.ones(m, k), torch.ones(n, k), torch.ones(m, n)
+    x, weight, grad = (torch.ones(*size, dtype=torch.float32, device="cpu") for size in ((m, k), (n, k), (m, n)))
     return (x, weight.t()), (grad, weight), (grad.t(), x)
 
 
