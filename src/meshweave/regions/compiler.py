@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -303,7 +303,7 @@ class RegionCompiler:
 
 
 def _singly(
-    parts: Parts, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries, sized: Set[fx.Node]
+    parts: Parts, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries, sized: set[fx.Node]
 ) -> list[list[Planned]]:
     """Nodes that run one by one, by the library for their operands on each device; ATen runs those whose operands have
     sizes that are known only at run time (`sized`)."""
