@@ -303,7 +303,7 @@ class RegionCompiler:
 
 
 def _singly(
-    parts: Parts, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries, sized: set[fx.Node]
+    parts: Parts, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries, sized: frozenset[fx.Node]
 ) -> list[list[Planned]]:
     """Nodes that run one by one, by the library for their operands on each device; ATen runs those whose operands have
     sizes that are known only at run time (`sized`)."""
