@@ -319,6 +319,7 @@ def coarse(output: Path) -> None:
 
     from meshweave.calibrate import QUICK, calibrate
     from meshweave.calibrate.ops import Effort
+    from meshweave.regions.libraries import Libraries
     from meshweave.runtime.cluster import init_from_env, shutdown
 
     rank, _ = init_from_env()
@@ -336,7 +337,7 @@ def coarse(output: Path) -> None:
         received=(kib, 64 * kib, 1024 * kib, 4096 * kib),
         held_out_received=(256 * kib,),
     )
-    found = calibrate(plan, "coarse", "benchmarks/rings.py --quick", torch.device("cpu"))
+    found = calibrate(plan, "coarse", "benchmarks/rings.py --quick", torch.device("cpu"), libraries=Libraries())
     if rank == 0:
         output.write_text(found.text)
     shutdown()

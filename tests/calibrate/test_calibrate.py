@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from meshweave.hardware.load import parse_profile
 from meshweave.hardware.schema import KINDS
 from meshweave.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.ir.mesh import Mesh
-from meshweave.regions.libraries import Libraries
+from meshweave.regions.libraries import MM, ONEDNN_MM, Libraries
 
 command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
 CPU = torch.device("cpu")
@@ -96,6 +97,21 @@ def test_memory_cases_are_of_every_kind_and_of_the_size_asked_for() -> None:
     assert set(found) == set(KINDS)
     for kind, sizes in found.items():
         assert all(0.6 * size < n < 1.1 * size for n in sizes), (kind, sizes)  # an index is smaller than what it finds
+
+
+def test_matmuls_are_those_of_the_library_of_a_step() -> None:
+    pool = Pool(CPU, 32 * MIB)
+    grid = Grid(torch.float32, (16, 512), 3e8, ())
+    kernels = {case.operands[0][0].shape + case.operands[0][1].shape[1:]: case.kernels for case in
+               matmul_cases(pool, [grid], Libraries(True))}  # fmt: skip
+    assert kernels[512, 512, 512] == (ONEDNN_MM,) * 3
+    assert kernels[512, 512, 16] == (ONEDNN_MM, ONEDNN_MM, MM)  # m, k, n: the copy of the last takes long
+    assert kernels[16, 16, 16] == (MM,) * 3
+    (case,) = [c for c in matmul_cases(pool, [grid], Libraries(True)) if c.operands[0][0].shape == (512, 16)][:1]
+    block = RepeatedOp(OpCase("", MM, case.operands, kernels=(ONEDNN_MM, MM)), 4, CPU)
+    block.run()
+    assert isinstance(block.work, Matmul)
+    assert all(set(case.kernels) == {MM} for case in matmul_cases(pool, [grid], Libraries()))
 
 
 def test_a_transposed_factor_is_a_view() -> None:
@@ -296,6 +312,23 @@ def test_the_command_writes_a_file_that_loads(tmp_path: Path, monkeypatch: pytes
     assert [e["class"] for e in said["errors"]] == [e.kind for e in profile.errors]
     assert profile.name == "machine"
     assert output.read_text().startswith("# Measured by `meshweave calibrate -o machine.toml --quick`.")
+
+
+@pytest.mark.parametrize(("backend", "libraries"), [("eager", Libraries()), ("auto", None)])
+def test_the_command_measures_the_matmuls_of_a_backend(
+    backend: str, libraries: Libraries | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*arguments: Any) -> None:
+        assert arguments[-1] == libraries
+        assert (" --backend eager" in arguments[2]) is (backend == "eager")
+        raise MeshweaveError("measured enough")
+
+    monkeypatch.setattr(command, "measure", measured)
+    done = CliRunner().invoke(app(), ["-o", str(tmp_path / "machine.toml"), "--backend", backend])
+    assert "measured enough" in done.output
+    done = CliRunner().invoke(app(), ["-o", str(tmp_path / "machine.toml"), "--backend", "xla"])
+    assert done.exit_code == 2
+    assert "unknown backend" in done.output
 
 
 @pytest.mark.parametrize(

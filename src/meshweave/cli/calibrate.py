@@ -19,6 +19,8 @@ from meshweave.cli.command import Options
 from meshweave.cli.screen import Screen, rank
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
+from meshweave.regions.compiler import checked_backend
+from meshweave.regions.libraries import Libraries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,10 @@ class CalibrateOptions(Options):
     ]
     quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and repetitions")] = False
     device: Annotated[str, typer.Option("--device", help="cpu or cuda; by default CUDA if available")] = ""
+    backend: Annotated[
+        str,
+        typer.Option("--backend", help="of the compute: auto, inductor, or eager (matmuls by ATen, as torch.compile)"),
+    ] = "auto"
 
 
 def calibrate(screen: Screen, options: CalibrateOptions) -> int:
@@ -42,9 +48,9 @@ def calibrate(screen: Screen, options: CalibrateOptions) -> int:
         raise MeshweaveError("there is no such directory", where="--output", got=str(output.parent))
     began = time.perf_counter()
     on = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    calibration = measure(
-        QUICK if quick else FULL, output.stem, _command(output, quick), on, lambda s: screen.say(f"{s} ...")
-    )
+    plan = QUICK if quick else FULL
+    libraries = Libraries() if checked_backend(options.backend) == "eager" else None
+    calibration = measure(plan, output.stem, _command(options), on, lambda stage: screen.say(f"{stage} ..."), libraries)
     if rank() == 0:
         output.write_text(calibration.text)
         profile = load_profile(output)
@@ -58,9 +64,10 @@ def calibrate(screen: Screen, options: CalibrateOptions) -> int:
     return 0
 
 
-def _command(output: Path, quick: bool) -> str:
+def _command(options: CalibrateOptions) -> str:
+    backend = "" if options.backend == "auto" else f" --backend {options.backend}"
     many = f"torchrun --nproc-per-node={dist.get_world_size()} -m " if dist.is_initialized() else ""
-    return f"{many}meshweave calibrate -o {output.name}{' --quick' if quick else ''}"
+    return f"{many}meshweave calibrate -o {options.output.name}{' --quick' if options.quick else ''}{backend}"
 
 
 def _rows(calibration: Calibration) -> list[dict[str, object]]:
