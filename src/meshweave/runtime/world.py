@@ -91,8 +91,8 @@ def _no_device(device: object, got: str) -> MeshError:
     return MeshError("a step cannot run on this device", where=f"device={str(device)!r}", got=got, hint=hint)
 
 
-# The time of a step grows with the square of the number of virtual devices: the MLP of examples/mlp.py takes 2 s on 512,
-# some 10 s on 1,024, 50 s on 2,048 (2 cores, torch 2.13, 2026-11).
+# The time of a step grows with the square of the number of virtual devices: that of examples/mlp.py is 2 s on 512,
+# some 10 s on 1,024 and 50 s on 2,048 (2 cores, torch 2.13, 2026-11).
 MAX_VIRTUAL_DEVICES = 1024
 
 
