@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install -e '.[integrations]'")
 from accelerate.utils import TorchDynamoPlugin
+from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import meshweave as mw
@@ -24,11 +25,11 @@ from meshweave.runtime.cluster import shutdown
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def model_of(seed: int = 0) -> LlamaForCausalLM:
+def model_of(seed: int = 0, is_tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, attention_dropout=0.0,
+        num_key_value_heads=2, max_position_embeddings=16, attention_dropout=0.0, tie_word_embeddings=is_tied,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -149,7 +150,7 @@ def test_the_drop_in_compiles_a_model_of_the_plain_trainer(tmp_path: Path) -> No
 def job_trainer(pipe: Connection, mesh: str, folder: str) -> dict[str, Any]:
     """A checkpoint in the middle, and the loss of every step."""
     trainer = MeshweaveTrainer(
-        model_of(),
+        model_of(is_tied=True),
         arguments(Path(folder), per_device_train_batch_size=2),
         train_dataset=rows(),
         compile_options={"mesh": mesh, "profile": "alpha-beta"},
@@ -165,10 +166,12 @@ def test_processes_train_as_one_and_their_checkpoint_continues_in_one(
 ) -> None:
     """Sharded parameters and optimizer state: the checkpoint has whole tensors."""
     outcomes = start("tests.integrations.test_hf:job_trainer", 2, "fsdp=2", str(tmp_path / "job")).finish(280)
-    plain = Trainer(model_of(), arguments(tmp_path / "plain", save_strategy="no"), train_dataset=rows())
+    plain = Trainer(model_of(is_tied=True), arguments(tmp_path / "plain", save_strategy="no"), train_dataset=rows())
     expected = history(plain)
     for outcome in outcomes:
         assert "error" not in outcome, outcome["text"]
     assert_same(outcomes[0]["losses"], expected)
-    resumed = Trainer(model_of(), arguments(tmp_path / "resumed", save_strategy="no"), train_dataset=rows())
+    resumed = Trainer(model_of(is_tied=True), arguments(tmp_path / "resumed", save_strategy="no"), train_dataset=rows())
+    with safe_open(tmp_path / "job/checkpoint-3/model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
     assert_same(history(resumed, resume_from_checkpoint=str(tmp_path / "job/checkpoint-3")), expected)

@@ -107,7 +107,12 @@ class MeshweaveTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, whole(self.model.state_dict()) if state_dict is None else state_dict)
+        if state_dict is None:
+            state_dict = whole(self.model.state_dict())
+            first: dict[Tensor, str] = {}
+            for name, parameter in self.model.named_parameters(remove_duplicate=False):  # tied weights stay tied
+                state_dict[name] = state_dict[first.setdefault(parameter, name)]
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer
