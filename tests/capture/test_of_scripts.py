@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshweave as mw
-from meshweave.errors import CaptureError
 
 
 def drop_path(h: Tensor) -> Tensor:
@@ -78,10 +77,3 @@ def test_attention_takes_masks_of_any_number_of_dims(shape: tuple[int, ...], mes
     for p, q in zip(eager.parameters(), own.parameters(), strict=True):
         assert p.grad is not None
         assert torch.allclose(p - 0.1 * p.grad, q, rtol=1e-12, atol=1e-12)
-
-
-def test_a_cumulative_average_is_refused_by_the_name_of_its_module() -> None:
-    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None))
-    with pytest.raises(CaptureError, match="give BatchNorm a number as momentum") as error:
-        mw.compile(model, loss=lambda out, _: out.mean(), example=(torch.randn(8, 6),), mesh="dp=2")
-    assert error.value.where == "module '1'"

@@ -10,24 +10,26 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import Job
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install -e '.[integrations]'")
 from accelerate.utils import TorchDynamoPlugin
+from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import meshweave as mw
+from meshweave.errors import LayoutError
 from meshweave.integrations.hf import MeshweaveTrainer
 from meshweave.runtime.cluster import shutdown
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def model_of(seed: int = 0) -> LlamaForCausalLM:
+def model_of(seed: int = 0, is_tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, attention_dropout=0.0,
+        num_key_value_heads=2, max_position_embeddings=16, attention_dropout=0.0, tie_word_embeddings=is_tied,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -67,6 +69,40 @@ def assert_same(ours: list[tuple[float, float, float]], plain: list[tuple[float,
     assert len(ours) == len(plain) > 2
     for mine, its in zip(ours, plain, strict=True):
         assert mine == pytest.approx(its, abs=1e-5)
+
+
+class Classifier(nn.Module):
+    """A model whose loss is a mean over the rows of a microbatch, and that normalises over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+@pytest.mark.parametrize(("num_rows", "accumulate"), [(15, 2), (23, 4)])
+def test_a_smaller_last_microbatch_counts_as_much_as_the_others(tmp_path: Path, num_rows: int, accumulate: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(5, generator=generator), "labels": torch.tensor(i % 3)} for i in range(num_rows)]
+    options = {"gradient_accumulation_steps": accumulate, "num_train_epochs": 2, "save_strategy": "no"}
+    trained = []
+    for make, more in ((Trainer, {}), (MeshweaveTrainer, {"compile_options": {"mesh": "dp=2"}})):
+        torch.manual_seed(0)
+        trainer = make(Classifier(), arguments(tmp_path, **options), train_dataset=data, **more)
+        trained.append((history(trainer), trainer.model.state_dict()))
+    (plain, expected), (ours, found) = trained
+    assert_same(ours, plain)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=1e-5), name
+
+
+def test_microbatches_of_other_sizes_in_each_step_are_an_error(tmp_path: Path) -> None:
+    trainer = MeshweaveTrainer(model_of(), arguments(tmp_path), compile_options={"mesh": "dp=2"})
+    assert [trainer._accumulate(each, False) for each in ([4, 4], [4, 2], [4], [2])] == [2, 1, 1, 1]
+    with pytest.raises(LayoutError, match="different numbers of rows"):
+        trainer._accumulate([2, 4], False)
 
 
 def test_trains_as_the_plain_trainer(tmp_path: Path) -> None:
@@ -114,7 +150,7 @@ def test_the_drop_in_compiles_a_model_of_the_plain_trainer(tmp_path: Path) -> No
 def job_trainer(pipe: Connection, mesh: str, folder: str) -> dict[str, Any]:
     """A checkpoint in the middle, and the loss of every step."""
     trainer = MeshweaveTrainer(
-        model_of(),
+        model_of(is_tied=True),
         arguments(Path(folder), per_device_train_batch_size=2),
         train_dataset=rows(),
         compile_options={"mesh": mesh, "profile": "alpha-beta"},
@@ -130,10 +166,12 @@ def test_processes_train_as_one_and_their_checkpoint_continues_in_one(
 ) -> None:
     """Sharded parameters and optimizer state: the checkpoint has whole tensors."""
     outcomes = start("tests.integrations.test_hf:job_trainer", 2, "fsdp=2", str(tmp_path / "job")).finish(280)
-    plain = Trainer(model_of(), arguments(tmp_path / "plain", save_strategy="no"), train_dataset=rows())
+    plain = Trainer(model_of(is_tied=True), arguments(tmp_path / "plain", save_strategy="no"), train_dataset=rows())
     expected = history(plain)
     for outcome in outcomes:
         assert "error" not in outcome, outcome["text"]
     assert_same(outcomes[0]["losses"], expected)
-    resumed = Trainer(model_of(), arguments(tmp_path / "resumed", save_strategy="no"), train_dataset=rows())
+    resumed = Trainer(model_of(is_tied=True), arguments(tmp_path / "resumed", save_strategy="no"), train_dataset=rows())
+    with safe_open(tmp_path / "job/checkpoint-3/model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
     assert_same(history(resumed, resume_from_checkpoint=str(tmp_path / "job/checkpoint-3")), expected)

@@ -10,12 +10,13 @@ import torch
 from tests.collectives import collect, groups
 from torch import Tensor
 
+import meshweave as mw
 from meshweave.errors import MeshError
 from meshweave.ir.collectives import functional, reduce_in_order
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.runtime.world import LocalWorld
+from meshweave.runtime.world import MAX_VIRTUAL_DEVICES, LocalWorld
 
 MESH = Mesh("a=2,b=3")  # position of (i, j) is 3 i + j
 GATHER = functional.all_gather_into_tensor.default
@@ -148,3 +149,21 @@ def test_a_step_cannot_run_on_meta() -> None:
         "  got: a meta device",
         "  hint: omit device, or pass cpu or cuda",
     ]
+
+
+def test_more_virtual_devices_than_a_process_can_run_are_an_error_at_once() -> None:
+    LocalWorld(Mesh(f"dp={MAX_VIRTUAL_DEVICES}"))
+    with pytest.raises(MeshError) as error:
+        LocalWorld(Mesh("dp=1000000"))
+    assert str(error.value).splitlines()[:4] == [
+        "too many virtual devices for a single process",
+        "  where: mesh dp=1000000",
+        "  got: 1,000,000 devices",
+        "  expected: at most 1,024",
+    ]
+
+
+def test_state_that_exceeds_the_memory_of_the_machine_is_an_error_before_it_is_allocated() -> None:
+    model = torch.nn.Linear(1 << 18, 1 << 18, bias=False, device="meta")  # 256 GiB, and as much on each device
+    with pytest.raises(MeshError, match="the virtual devices need more memory than this machine has"):
+        mw.compile(model, loss=lambda out, x: out.sum(), example=torch.empty(64, 1 << 18), mesh="dp=64")

@@ -8,11 +8,12 @@ over the batch).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -100,7 +101,7 @@ def _batch_norm(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     training: bool,
-    momentum: float,
+    momentum: float | Tensor,
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Tensor:
@@ -129,7 +130,7 @@ def _normalized(
     affine: tuple[Tensor | None, Tensor | None],
     running: tuple[Tensor | None, Tensor | None],
     training: bool,
-    momentum: float,
+    momentum: float | Tensor,
     eps: float,
 ) -> Tensor:
     """`input` minus its mean over dims `over`, divided by its standard deviation over them; vectors are along dim 1. If
@@ -148,13 +149,21 @@ def _normalized(
         count = math.prod(input.shape[d] for d in over)
         with torch.no_grad():
             seen = [s if 0 in over else s.mean(0) for s in (mean, var)]
-            running_mean.mul_(1 - momentum).add_(seen[0].flatten(), alpha=momentum)
-            running_var.mul_(1 - momentum).add_(seen[1].flatten(), alpha=momentum * count / max(count - 1, 1))
+            _average(running_mean, seen[0].flatten(), momentum, 1.0)
+            _average(running_var, seen[1].flatten(), momentum, count / max(count - 1, 1))
     out = centred * torch.rsqrt(var + eps)
     weight, bias = affine
     out = out if weight is None else out * weight.view(wide)
     out = out if bias is None else out + bias.view(wide)
     return out.to(input.dtype)
+
+
+def _average(running: Tensor, seen: Tensor, momentum: float | Tensor, scale: float) -> None:
+    if isinstance(momentum, Tensor):
+        factor = momentum.to(running.dtype)
+        running.mul_(1 - factor).add_(seen * (factor * scale))
+    else:
+        running.mul_(1 - momentum).add_(seen, alpha=momentum * scale)
 
 
 def _functional_batch_norm(
@@ -164,7 +173,7 @@ def _functional_batch_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,
-    momentum: float = 0.1,
+    momentum: float | Tensor = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
@@ -190,6 +199,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, True)[0]
 
 
+_BATCH_NORM = nn.BatchNorm1d.forward.__code__  # of all BatchNorms
 _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
@@ -246,6 +256,26 @@ def _check_seen(func: Any, x: Any) -> None:
     raise CaptureError(f"the model or the loss {what}", where=user_line(), hint=hint)
 
 
+class CumulativeAverages:
+    """BatchNorm(momentum=None) passes 1 / float(number of batches so far) as momentum. That number changes with every
+    step: its place is taken by a power of two that no other code passes, and the quotient by a tensor of the trace.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[float, Tensor] = {}
+
+    def count(self, num_batches: Tensor) -> float:
+        """The number for a count of batches."""
+        number = 2.0 ** (600 + len(self._counts))
+        self._counts[1.0 / number] = num_batches
+        return number
+
+    def factor(self, momentum: float) -> float | Tensor:
+        """1 / count for the reciprocal of a number of `count`; any other momentum unchanged."""
+        count = self._counts.get(momentum)
+        return momentum if count is None else 1.0 / count.double()
+
+
 class CapturedFunctions(TorchFunctionMode):
     """While active, the functions of the table are replaced; all others pass through.
 
@@ -265,6 +295,7 @@ class CapturedFunctions(TorchFunctionMode):
         frozen: Iterable[Tensor] = (),
     ) -> None:
         super().__init__()
+        self._cumulative = CumulativeAverages()
         self._frozen = {id(tensor): tensor for tensor in frozen}
         self._batch, self.strided = batch or {}, set[str]()
         self._protected = protected
@@ -286,6 +317,10 @@ class CapturedFunctions(TorchFunctionMode):
         if func == _SET_DATA and self._is_value_for(*args):
             with torch.no_grad():
                 return args[0].copy_(args[1])
+        if func is Tensor.__float__ and sys._getframe(1).f_code is _BATCH_NORM:
+            return self._cumulative.count(args[0])
+        if func is F.batch_norm:
+            args, kwargs = pytree.tree_map_only(float, self._cumulative.factor, (args, kwargs))
         result = _TABLE.get(func, func)(*args, **kwargs)
         if func in _ARRAYS and self._protected is not None:
             result.flags.writeable = False

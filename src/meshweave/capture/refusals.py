@@ -79,8 +79,6 @@ _LOOKS = {
     "the constructor, or "
     "torch.distributions.Distribution.set_default_validate_args(False) "
     "before compile",
-    torch.nn.modules.batchnorm.__file__: "give BatchNorm a number as momentum: with None, a cumulative average, it "
-    "reads the number of batches so far",
     torch.nn.init.__file__: "fill parameters in __init__; nn.init.trunc_normal_ draws again until its numbers are "
     "within bounds: noise cut at 2 std is torch.erfinv(torch.empty(n).uniform_(-0.9545, 0.9545)) * 2**0.5 * std",
     "torch_compilable_check": "set the environment variable TRANSFORMERS_DISABLE_TORCH_CHECK=1: transformers then "

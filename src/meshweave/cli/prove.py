@@ -20,7 +20,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
 from meshweave.report import tables
 from meshweave.report.moves import MoveRow, move_rows, rounded_sums
-from meshweave.runtime.cluster import make_world
+from meshweave.runtime.cluster import check_devices, make_world
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
 from meshweave.sharding.plan_text import parse_plan
@@ -60,6 +60,7 @@ def check(screen: Screen, job: CheckOptions) -> int:
     """Prove that MODEL's program on a mesh is complete and free of deadlock, and compare it with one device, and that
     with eager PyTorch. Exit code 0 when all holds."""
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
+    check_devices(mesh)
     source = job.load(mesh, plan)
     lr = None if job.optimizer == "sgd" else CHECK_LR
 

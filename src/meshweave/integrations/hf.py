@@ -32,6 +32,7 @@ class MeshweaveTrainer(Trainer):
         self.optimizer: Any
         self.step: TrainStep | None = None
         self._micros: list[dict[str, Any]] = []
+        self._cuts: dict[int, tuple[int, ...]] = {}  # rows of each microbatch, by their sum
         # Accelerate does not change a model that it has prepared already: no DistributedDataParallel around it.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
@@ -45,7 +46,7 @@ class MeshweaveTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return loss
         micros, self._micros = self._micros, []
-        accumulate = len(micros) if len({rows_of(micro) for micro in micros}) == 1 else 1
+        accumulate = self._accumulate([rows_of(micro) for micro in micros], num_items_in_batch is not None)
         batch = joined(micros)
         if num_items_in_batch is not None:
             # The mean over microbatches, and `compute_loss` times the number of processes, yield the sum over all rows.
@@ -53,6 +54,27 @@ class MeshweaveTrainer(Trainer):
                 num_items_in_batch * self.accelerator.num_processes / accumulate, dtype=torch.float32
             )
         return loss + self._step_for(batch, accumulate)(batch, accumulate=accumulate)
+
+    def _accumulate(self, rows: list[int], is_sum: bool) -> int:
+        """The number of microbatches that the step cuts a batch into: all if they have the same number of rows. If not
+        (the last of an epoch has fewer), a single process runs each in turn within one forward (`_loss_of`); several
+        processes can only add up losses that are sums over all rows (`is_sum`)."""
+        if self.accelerator.num_processes == 1:
+            parts = len(rows) if len(set(rows)) == 1 else 1
+            cut = tuple(rows) if parts == 1 else (rows[0],)
+            if self._cuts.setdefault(sum(cut), cut) == cut:
+                return parts
+        elif len(set(rows)) == 1:
+            return len(rows)
+        elif is_sum:
+            return 1
+        raise LayoutError(
+            "microbatches of a step have different numbers of rows",
+            where="gradient_accumulation_steps",
+            got=", ".join(map(str, rows)),
+            expected="the same number, so that the mean of their losses is that of their rows",
+            hint="drop the last, smaller batch (dataloader_drop_last=True), or make batches equal",
+        )
 
     def _step_for(self, batch: dict[str, Any], accumulate: int) -> TrainStep:
         """The compiled step of the present optimizer: each call of `train` may have another."""
@@ -70,7 +92,13 @@ class MeshweaveTrainer(Trainer):
 
     def _loss_of(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         inputs = {key: value for key, value in batch.items() if key != _NUM_ITEMS}
-        return self.compute_loss(model, inputs, num_items_in_batch=batch.get(_NUM_ITEMS))
+        count = batch.get(_NUM_ITEMS)
+        rows = rows_of(inputs)
+        cut = self._cuts.get(rows, (rows,))
+        if len(cut) == 1:
+            return self.compute_loss(model, inputs, num_items_in_batch=count)
+        losses = [self.compute_loss(model, micro, num_items_in_batch=count) for micro in cut_rows(inputs, cut)]
+        return torch.stack(losses).sum() / (len(cut) if count is None else 1)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self.step.metrics.get("grad_norm") if self.step is not None else None
@@ -79,7 +107,12 @@ class MeshweaveTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, whole(self.model.state_dict()) if state_dict is None else state_dict)
+        if state_dict is None:
+            state_dict = whole(self.model.state_dict())
+            first: dict[Tensor, str] = {}
+            for name, parameter in self.model.named_parameters(remove_duplicate=False):  # tied weights stay tied
+                state_dict[name] = state_dict[first.setdefault(parameter, name)]
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer
@@ -94,6 +127,16 @@ class MeshweaveTrainer(Trainer):
 def rows_of(batch: Mapping[str, Any]) -> int:
     """Number of rows: size of dim 0 of its first tensor that has dims."""
     return next(int(value.shape[0]) for value in batch.values() if isinstance(value, Tensor) and value.dim())
+
+
+def cut_rows(batch: Mapping[str, Any], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The rows of a batch in consecutive parts; entries without rows are in each."""
+    parts: list[dict[str, Any]] = [dict(batch) for _ in sizes]
+    for key, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == sum(sizes):
+            for part, piece in zip(parts, value.split(sizes), strict=True):
+                part[key] = piece
+    return parts
 
 
 def joined(micros: list[dict[str, Any]]) -> dict[str, Any]:

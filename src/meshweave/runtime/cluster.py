@@ -28,7 +28,7 @@ from meshweave.runtime.collectives import Group
 from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost
 from meshweave.runtime.watch import LINGER, Watch
-from meshweave.runtime.world import LocalWorld, World, checked_device
+from meshweave.runtime.world import LocalWorld, World, check_virtual_devices, checked_device
 
 
 class ClusterWorld:
@@ -263,10 +263,18 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", dist.get_rank() % max(1, torch.cuda.device_count())))
 
 
+def _is_job() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def check_devices(mesh: Mesh) -> None:
+    """Raise MeshError, as `make_world` would, if a step cannot run on as many devices as the mesh has."""
+    (_check_ranks if _is_job() else check_virtual_devices)(mesh)
+
+
 def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
     """This process's part of the mesh: this rank of torch.distributed if it is initialised, else the whole mesh."""
-    is_job = dist.is_available() and dist.is_initialized()
-    world: World = ClusterWorld(mesh, device) if is_job else LocalWorld(mesh, device)
+    world: World = ClusterWorld(mesh, device) if _is_job() else LocalWorld(mesh, device)
     if world.device.type == "cpu":
         keep_freed_memory()
     return world

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.errors import CheckpointError, StepError
+from meshweave.errors import CheckpointError, MeshError, StepError
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
@@ -48,6 +48,28 @@ class State:
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     options: Sequence[Mapping[str, Any]] = ()
     resting: list[tuple[Input, Layout]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len(self.devices) > 1 and self.device.type == "cpu":
+            self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raises MeshError if this machine's memory is smaller than the pieces of all its virtual devices."""
+        needed = 0
+        for item, layout in self.items:
+            if holders := self.holders(layout):
+                (largest,) = boxes_of(layout, item.spec.shape, holders[:1])
+                needed += len(holders) * largest.num_elements * item.spec.dtype.itemsize
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > memory:
+            raise MeshError(
+                "the virtual devices need more memory than this machine has",
+                where=f"parameters, buffers and optimizer state on {len(self.devices)} devices",
+                got=f"{needed / 2**30:,.0f} GiB",
+                expected=f"at most {memory / 2**30:,.0f} GiB",
+                hint="run fewer devices or a smaller model, shard the state (fsdp), or start one process per device on "
+                "several machines with torchrun; meshweave plan and meshweave simulate need no memory for values",
+            )
 
     @property
     def items(self) -> Iterable[tuple[Input, Layout]]:
