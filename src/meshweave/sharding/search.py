@@ -48,12 +48,12 @@ def choose_tp(
     place_with: Callable[[Resolved, dict[Any, Any]], StepGraph],
     price: Price,
 ) -> Resolved:
-    """`found` with a style for every open weight over `axis`.\n\nCoordinate descent from all-colwise over groups of
-    twins, the last of the model first (a row weight ends a pair, so it is decided before the column weight that begins
-    it). A candidate's cost is the price of all moves of the placed step, forward and backward. The search ends when a
-    round changes nothing (two rounds at most). `place_with(found, decided)` places the step under a candidate;
-    `decided` carries decisions over to the next candidate.
-    """
+    """`found` with a style for every open weight over `axis`.
+
+    Coordinate descent from all-colwise over groups of twins, the last of the model first (a row weight ends a pair, so
+    it is decided before the column weight that begins it). A candidate's cost is the price of all moves of the placed
+    step, forward and backward. The search ends when a round changes nothing (two rounds at most). `place_with(found,
+    decided)` places the step under a candidate; `decided` carries decisions over to the next candidate."""
     groups = twins(model, resolved, axis)
     styles = {t: "colwise" for t in groups}
     decided: dict[Any, Any] = {}
