@@ -100,8 +100,7 @@ def build_program(
     verify_step(captured)
     planner = _planner(costs, pipeline.room(costs))
     price, rates = move_price(planner), rates_of(costs)
-    # Equal ops are decided once, in whatever candidate they occur: shared by the choice of styles and what follows it.
-    placing = partial(place, price=price, rates=rates, decided={})
+    placing = partial(place, price=price, rates=rates, decided={})  # equal ops are decided once, in all placements
     captured, sequence = _with_sequence(captured, resolved, mesh, placing)
     resolved = _with_choices(resolved, source, captured, mesh, price, placing, progress, like)
     cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
