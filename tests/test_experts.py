@@ -234,7 +234,7 @@ def job(pipe: Connection, kind: str, mesh: str) -> dict[str, Any]:
     data = [tokens(), tokens(seed=2)]
     model = mixture(kind)
     eager, expected = train_eagerly(model, data, own_loss)
-    step, losses = train(model, data, mesh, loss=own_loss, plan=PLANS[mesh])
+    step, losses = train(model, data, mesh, loss=own_loss, plan=PLANS[mesh], profile="alpha-beta")
     assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.named_parameters()})
     return {"worst": max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))}
 
