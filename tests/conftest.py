@@ -7,26 +7,32 @@ import signal
 import tempfile
 
 import pytest
-import torch
 from hypothesis import settings
 from tests.long_tail import mark_long_tail
-from tests.processes import start
 
-__all__ = ["start"]
-
-torch.set_num_threads(1)
 settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("all", max_examples=300, deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Properties are tried on fewer examples where the slow tests are left out. Ctrl-C is not ignored. What is cached
-    on disk is of this run alone, and shared by its processes."""
+    on disk is of this run alone, and shared by its processes. A process that only distributes tests to others imports
+    neither torch nor meshweave, so that the others start sooner."""
     if not hasattr(config, "workerinput"):
         os.environ["MESHWEAVE_CACHE"] = tempfile.mkdtemp(prefix="meshweave-tests-")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("quick" if config.option.markexpr == "not slow" else "all")
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+        _prepare_to_run(config)
+
+
+def _prepare_to_run(config: pytest.Config) -> None:
+    import torch
+    from tests import processes
+
+    torch.set_num_threads(1)
+    config.pluginmanager.register(processes, "tests.processes")  # it has the fixture `start`
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

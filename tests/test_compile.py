@@ -12,7 +12,7 @@ from tests.training import assert_equals_eager
 
 import meshweave as mw
 from meshweave.check.numerics import CHECK_LR, check_numerics
-from meshweave.check.runs import Recipe, widened
+from meshweave.check.runs import Recipe, Training, widened
 
 MODELS = ("llama", "gpt2", "bert", "vit", "qwen2", "mlp", "cnn")
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=2,tp=2", "dp=2,fsdp=2,tp=2")
@@ -43,7 +43,7 @@ def test_mesh_equals_one_device_equals_eager(name: str, mesh: str) -> None:
         model = make(name)[0]
         return model, torch.optim.AdamW(model.parameters(), lr=CHECK_LR)
 
-    report = check_numerics(fresh, lambda i: batch, Recipe(loss), mw.Mesh(mesh), None, compiler(batch, loss))
+    report = check_numerics(Training(fresh, lambda i: batch, Recipe(loss)), mw.Mesh(mesh), None, compiler(batch, loss))
     assert report.failed == ()
     assert len(report.errors) > 20
     assert {e.kind for e in report.errors} >= {"loss", "gradient 1", "gradient 3", "parameter", "state"}
@@ -69,7 +69,9 @@ def test_other_optimizers(optimizer: str) -> None:
         model = mlp()[0]
         return model, makers[optimizer](model.parameters())
 
-    report = check_numerics(fresh, lambda i: batch, Recipe(loss), mw.Mesh("fsdp=2,tp=2"), None, compiler(batch, loss))
+    report = check_numerics(
+        Training(fresh, lambda i: batch, Recipe(loss)), mw.Mesh("fsdp=2,tp=2"), None, compiler(batch, loss)
+    )
     assert report.failed == ()
 
 

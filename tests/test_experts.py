@@ -17,7 +17,7 @@ from torch.nn.functional import grouped_mm
 import meshweave as mw
 from meshweave.check.completeness import check_complete
 from meshweave.check.numerics import CHECK_LR, check_numerics
-from meshweave.check.runs import Recipe, widened
+from meshweave.check.runs import Recipe, Training, widened
 from meshweave.errors import VerifyError
 from meshweave.ir import ops
 from meshweave.ir.graph import origin_of, spec_of
@@ -69,7 +69,7 @@ def test_gradients_and_updates_equal_one_device_and_eager_pytorch(kind: str, mes
         return mw.compile(model, loss=own_loss, example=like, optimizer=optimizer, mesh=on, plan=plan, **options)
 
     recipe = Recipe(own_loss, clip_grad_norm=0.5)
-    report = check_numerics(fresh, lambda i: batch, recipe, mw.Mesh(mesh), PLANS[mesh], build)
+    report = check_numerics(Training(fresh, lambda i: batch, recipe), mw.Mesh(mesh), PLANS[mesh], build)
     assert report.failed == ()
     assert any("gate" in e.name or "router" in e.name for e in report.errors)
 
@@ -234,7 +234,7 @@ def job(pipe: Connection, kind: str, mesh: str) -> dict[str, Any]:
     data = [tokens(), tokens(seed=2)]
     model = mixture(kind)
     eager, expected = train_eagerly(model, data, own_loss)
-    step, losses = train(model, data, mesh, loss=own_loss, plan=PLANS[mesh])
+    step, losses = train(model, data, mesh, loss=own_loss, plan=PLANS[mesh], profile="alpha-beta")
     assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.named_parameters()})
     return {"worst": max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))}
 

@@ -1,6 +1,7 @@
 """Only interop touches what torch keeps to itself: names of torch, or of its objects, that begin with an underscore."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ NOT_TORCHS = {
     "_init_weights": "of a Hugging Face model: the initialiser that its authors define",
     "_tp_plan": "of a Hugging Face model of versions without tp_plan",
 }
+_IN_TEXT = re.compile(r"\btorch(?:\.\w+)+")
 # Methods that torch's modules define without promising them, read where a model's own class is asked for them.
 ASKED_FOR = {"_reset_parameters": "of torch.nn.MultiheadAttention and Transformer, which have no reset_parameters"}
 
@@ -26,7 +28,8 @@ ASKED_FOR = {"_reset_parameters": "of torch.nn.MultiheadAttention and Transforme
 def private_names(source: str) -> list[str]:
     """`line: name` of each private name of torch in a module: imported from torch, an attribute on the way from torch
     (`torch.ops.*` are operators, not names of torch's), or an attribute of an object that the module does not define
-    itself, read directly or by getattr and the like."""
+    itself, read directly or by getattr and the like; also a path in a text, which may be imported by name or shown to
+    a user."""
     tree = ast.parse(source)
     aliases = dict(_torch_names(tree))
     own = _own_names(tree)
@@ -44,6 +47,8 @@ def private_names(source: str) -> list[str]:
                     found.append((node.lineno, path))
             elif node.attr not in own:
                 found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += [(node.lineno, path) for path in _IN_TEXT.findall(node.value) if _is_torchs(path)]
         elif isinstance(node, ast.Call) and (name := _asked(node)) and _is_private(name) and name not in own:
             found.append((node.lineno, name))
     allowed = NOT_TORCHS.keys() | ASKED_FOR.keys()
@@ -150,6 +155,10 @@ def test_exceptions_are_still_needed() -> None:
         ("class A:\n    def f(self):\n        return self._version", ["3: _version"]),
         ("state._replace(a=1)", []),
         ("x.__class__, from_import", []),
+        ("import_module('torch._inductor.config')", ["1: torch._inductor.config"]),
+        ('def f():\n    """As torch._grouped_mm(a)."""', ["2: torch._grouped_mm"]),
+        ("f'{x}, registered with torch.utils._pytree'", ["1: torch.utils._pytree"]),
+        ("'torch.ops.aten._to_copy, torch.__version__, torch.nn.functional.relu_'", []),
     ],
 )
 def test_the_check_sees_each_kind_of_use(source: str, expected: list[str]) -> None:

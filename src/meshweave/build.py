@@ -100,7 +100,7 @@ def build_program(
     verify_step(captured)
     planner = _planner(costs, pipeline.room(costs))
     price, rates = move_price(planner), rates_of(costs)
-    placing = partial(place, price=price, rates=rates)
+    placing = partial(place, price=price, rates=rates, decided={})  # equal ops are decided once, in all placements
     captured, sequence = _with_sequence(captured, resolved, mesh, placing)
     resolved = _with_choices(resolved, source, captured, mesh, price, placing, progress, like)
     cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
@@ -189,8 +189,8 @@ def _with_choices(
         return like.resolved
     units, homes = infer_units(captured), map_devices(captured, resolved.homes, mesh)
 
-    def place_with(found: Resolved, decided: dict[Any, Any]) -> StepGraph:
-        return placing(captured, decide(found, captured, mesh, units, homes), decided=decided)
+    def place_with(found: Resolved) -> StepGraph:
+        return placing(captured, decide(found, captured, mesh, units, homes))
 
     # Without a plan, operators in the model keep the axes that they use.
     for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):

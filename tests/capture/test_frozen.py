@@ -59,8 +59,17 @@ class Teaches(nn.Module):
         return out + 0.1 * target
 
 
-@pytest.mark.parametrize("mesh", ["", "fsdp=2", "dp=2,tp=2", "pp=2"])
-@pytest.mark.parametrize("write", WRITES)
+MESHES = ("", "fsdp=2", "dp=2,tp=2", "pp=2")
+# Of a write that captures as another one does, a single mesh is quick.
+ALIKE = ("mul_ and add_", "copy_", "data in place")
+ALL = [
+    pytest.param(write, mesh, marks=pytest.mark.slow if write in ALIKE and mesh != "fsdp=2" else ())
+    for write in WRITES
+    for mesh in MESHES
+]
+
+
+@pytest.mark.parametrize(("write", "mesh"), ALL)
 def test_a_teacher_is_averaged_as_in_eager(write: str, mesh: str) -> None:
     plan = mw.Plan.on({"student": [0], "teacher": [1]}) if mesh == "pp=2" else None
     data = [*batches(3, (4, 4), (4, 4)), *batches(1, (2, 4), (2, 4))]

@@ -10,7 +10,7 @@ from torch import nn
 import meshweave as mw
 from meshweave.capture.batch import Batch
 from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, TensorError, check_numerics
-from meshweave.check.runs import Recipe, widened
+from meshweave.check.runs import Recipe, Training, widened
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import functional
 from meshweave.ir.mesh import Mesh
@@ -59,9 +59,9 @@ def example_for(model):
     return widened(make_batch(0)) if is_wide else make_batch(0)
 
 
-def run(compile_step=compiler, mesh="dp=2", *, make=make_model, recipe=None, **options) -> NumericsReport:
-    recipe = recipe or Recipe(loss)
-    return check_numerics(make, make_batch, recipe, Mesh(mesh), None, compile_step, **options)
+def run(compile_step=compiler, mesh="dp=2", *, make=make_model, recipe=None, steps=3, **options) -> NumericsReport:
+    training = Training(make, make_batch, recipe or Recipe(loss), steps)
+    return check_numerics(training, Mesh(mesh), None, compile_step, **options)
 
 
 def test_a_mesh_that_trains_as_one_device_passes():

@@ -26,7 +26,7 @@ from meshweave.capture.optimizer_arithmetic import ARITHMETIC
 from meshweave.capture.optimizer_stand_ins import StandIns
 from meshweave.capture.trace import Provenance
 from meshweave.check.numerics import CHECK_LR, NumericsReport, check_numerics
-from meshweave.check.runs import Recipe, widened
+from meshweave.check.runs import Recipe, Training, widened
 from meshweave.expand import localize
 from meshweave.ir import ops
 from meshweave.ir.collectives import COLLECTIVES
@@ -86,7 +86,7 @@ def check(
         return found
 
     recipe = Recipe(loss, clip_grad_norm=clip)
-    return check_numerics(make_model, make_batch, recipe, Mesh(mesh), None, compiler, steps=2)
+    return check_numerics(Training(make_model, make_batch, recipe, steps=2), Mesh(mesh), None, compiler)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,20 @@ from meshweave.train_step import TrainStep
 
 @cache
 def llama() -> Made:
-    return hugging_face("llama", batch=4, heads=4, layers=4)
+    return hugging_face("llama", batch=4, heads=4, layers=3)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def compiled(passes: object, mesh: str = "fsdp=4", **options: object) -> TrainStep:
+def compiled(passes: str, mesh: str, profile: str | None = None) -> TrainStep:
     model, batch, loss = llama()
     model = copy.deepcopy(model)
-    return mw.compile(model, loss=loss, example=batch, optimizer=sgd(model), mesh=mesh, passes=passes, **options)  # type: ignore[arg-type]
+    return mw.compile(model, loss=loss, example=batch, optimizer=sgd(model), mesh=mesh, passes=passes, profile=profile)
+
+
+shared = cache(compiled)  # only the first test runs such a step, the others read its program
 
 
 def num_gathers(role: RankGraph, phase: str) -> dict[str, int]:
@@ -64,7 +67,7 @@ def report_of(step: TrainStep) -> KeepReport:
 )
 def test_parameters_are_gathered_once_and_values_stay_to_the_bit(mesh: str) -> None:
     batch = llama()[1]
-    plain, kept = compiled("none", mesh), compiled("keep", mesh)
+    plain, kept = shared("none", mesh), shared("keep", mesh)
     for before, after in zip(plain.program.roles, kept.program.roles, strict=True):
         assert sum(num_gathers(after, "backward").values()) < sum(num_gathers(before, "backward").values())
         assert num_gathers(after, "forward") == num_gathers(before, "forward")
@@ -74,9 +77,9 @@ def test_parameters_are_gathered_once_and_values_stay_to_the_bit(mesh: str) -> N
 
 
 def test_the_last_blocks_come_first_and_the_peak_stays_under_the_limit() -> None:
-    plain = compiled("none").program.rank
+    plain = shared("none", "fsdp=4").program.rank
     peak = peak_bytes(plain)
-    everything = report_of(compiled("keep"))
+    everything = report_of(shared("keep", "fsdp=4"))
     kept_by_room: list[int] = []
     for room in (1.0, 1.05, 1.1, 1.2, 1.4):
         role, report = keep(plain, lambda peak, room=room: int(peak * room))  # type: ignore[misc]
@@ -84,7 +87,7 @@ def test_the_last_blocks_come_first_and_the_peak_stays_under_the_limit() -> None
         assert peak_bytes(role) <= report.peak_bytes <= report.limit_bytes == int(peak * room)
         kept_by_room.append(report.kept_bytes)
         before, again = num_gathers(plain, "backward"), num_gathers(role, "backward")
-        missing = [before[layer] - again.get(layer, 0) for layer in ("0", "1", "2", "3")]
+        missing = [before[layer] - again.get(layer, 0) for layer in ("0", "1", "2")]
         assert missing == sorted(missing)  # the later a layer, the more of it is kept
     assert kept_by_room == sorted(kept_by_room)
     assert kept_by_room[0] < kept_by_room[-1] <= everything.kept_bytes
@@ -155,7 +158,7 @@ def test_random_numbers_are_drawn_anew() -> None:
 
 def test_another_parameter_in_the_place_of_one_is_found() -> None:
     """What the pass did is proven: a role in which backward takes up the wrong value is refused."""
-    role = compiled("keep").program.optimized.unscheduled[0]
+    role = shared("keep", "fsdp=4").program.optimized.unscheduled[0]
     wrong = copied(role)
     gathers = [n for n in wrong.graph.nodes if n.target in COLLECTIVES and "all_gather" in str(n.target)]
     square = [n for n in gathers if origin_of(n).module.endswith("q_proj.weight")]
@@ -172,5 +175,5 @@ def test_messages_of_ring_attention_are_left_alone(passes: str) -> None:
     kept, plain = compiled(passes, "cp=2", profile="h100"), compiled("none", "cp=2")
     if "always" in passes:
         (report,) = kept.program.optimized.reports["ring"]
-        assert report.num_taken == 8  # in forward and backward of 4 layers
+        assert report.num_taken == 6  # in forward and backward of 3 layers
     torch.testing.assert_close(kept(batch), plain(batch))

@@ -56,7 +56,7 @@ def graphs_of(step: TrainStep) -> list[torch.fx.Graph]:
 
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
-    step = compiled()
+    step = compiled(1)
     return [float(step(batch(i))) for i in range(3)]
 
 
@@ -72,7 +72,7 @@ def plain() -> list[float]:
 )
 def test_training_is_the_same(how: dict[str, object], plain: list[float]) -> None:
     """Up to rounding: parameters are float64, norms and the loss of this model float32."""
-    step = compiled(**how)
+    step = compiled(1, **how)
     torch.testing.assert_close([float(step(batch(i))) for i in range(3)], plain, rtol=1e-6, atol=0)
     program = step.program.optimized
     assert {key for graph in graphs_of(step) for node in graph.nodes for key in node.meta} <= LISTED

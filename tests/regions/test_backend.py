@@ -64,10 +64,11 @@ def num_regions(step: mw.TrainStep) -> int:
 
 CASES = [
     ("mlp", "", {}),
-    ("mlp", "dp=2", {"accumulate": 2}),
+    ("linear", "dp=2", {"accumulate": 2}),
     *(
         pytest.param(name, mesh, options, marks=pytest.mark.slow)
         for name, mesh, options in (
+            ("mlp", "dp=2", {"accumulate": 2}),
             ("llama", "", {}),
             ("llama", "dp=2", {}),
             ("llama", "fsdp=2", {"accumulate": 2, "clip_grad_norm": 1.0}),

@@ -114,7 +114,10 @@ def job_two_steps_in_turns(pipe: Connection) -> dict[str, Any]:
     inner, last = nn.Linear(4, 4), nn.Linear(4, 1)
     data = batches(3, (4, 4), (4, 1))
     optimizers = [torch.optim.Adam(part.parameters(), lr=0.1) for part in (last, inner)]
-    steps = [mw.compile(Critic(inner, last), loss=mse, example=data[0], optimizer=o, mesh="fsdp=2") for o in optimizers]
+    steps = [
+        mw.compile(Critic(inner, last), loss=mse, example=data[0], optimizer=o, mesh="fsdp=2", profile="alpha-beta")
+        for o in optimizers
+    ]
     losses = [float(step(batch)) for batch in data for step in steps]
     torch.manual_seed(0)
     model = Critic(nn.Linear(4, 4), nn.Linear(4, 1))

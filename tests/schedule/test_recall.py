@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tests.models import hugging_face
+from tests.models import mlp
 
 import meshweave as mw
 from meshweave.ir.rank import RankGraph
@@ -27,7 +27,7 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @cache
 def role() -> RankGraph:
-    model, batch, loss = hugging_face("llama", batch=4, heads=4, layers=1)
+    model, batch, loss = mlp()
     return mw.compile(model, loss=loss, example=batch, mesh="fsdp=4", passes="none").program.rank
 
 
@@ -113,18 +113,20 @@ def _infinite(value: dict[str, object]) -> None:
     value["order"] = [float("inf")]
 
 
-@pytest.mark.parametrize("change", [_swap, _slower, _bucket, _infinite, lambda value: value.pop("rows"), dict.clear])
-def test_what_an_entry_says_is_checked(
-    orders: Path, searches: Callable[[], int], change: Callable[[dict[str, object]], None]
-) -> None:
+def _without_rows(value: dict[str, object]) -> None:
+    del value["rows"]
+
+
+def test_what_an_entry_says_is_checked(orders: Path, searches: Callable[[], int]) -> None:
     names, _ = ordered()
-    rewritten(entries(orders)[0], change)
-    again, report = ordered()
-    assert searches() == 2
-    assert again == names
-    assert any("sought anew" in note and "holds no order of this graph" in note for note in report.notes)
-    ordered()
-    assert searches() == 2  # the entry has been replaced
+    for number, change in enumerate((_swap, _slower, _bucket, _infinite, _without_rows, dict.clear)):
+        rewritten(entries(orders)[0], change)
+        again, report = ordered()
+        assert searches() == 2 + number, change
+        assert again == names
+        assert any("sought anew" in note and "holds no order of this graph" in note for note in report.notes), change
+        ordered()
+        assert searches() == 2 + number, change  # the entry has been replaced
 
 
 def test_a_damaged_entry_is_replaced(orders: Path, searches: Callable[[], int]) -> None:

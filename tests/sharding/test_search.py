@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from tests.training import assert_equals_eager, batches, mse, sgd
 from torch import Tensor, nn
 
 import meshweave as mw
+from meshweave import build
 from meshweave.ir.mesh import Mesh
+from meshweave.sharding import place as place_module
+from meshweave.sharding.assign import cheapest
+from meshweave.sharding.place import place
 from meshweave.sharding.plans import Plan, Resolved
 from meshweave.sharding.resolve import resolve
 from meshweave.sharding.search import Twins, twins
@@ -146,3 +151,27 @@ def test_two_automatic_axes_share_the_weights() -> None:
     assert used(step)["up.weight"] == "[{a,b}, {}]"
     assert used(step)["down.weight"] == "[{}, {a,b}]"
     assert [r.kind for r in step.explain()] == ["all_reduce"]
+
+
+def test_what_the_search_has_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The placement after the search finds every op decided; so do the candidates after the first, for most ops."""
+    decisions: list[int] = []
+    placed: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        decisions.append(1)
+        return cheapest(*args)
+
+    def placing(*args: Any, **options: Any) -> Any:
+        before = len(decisions)
+        result = place(*args, **options)
+        placed.append(len(decisions) - before)
+        return result
+
+    monkeypatch.setattr(place_module, "cheapest", counted)
+    monkeypatch.setattr(build, "place", placing)
+    compiled(Deep(2), "fsdp=2,tp=2")
+    first, *others, last = placed
+    assert first > 0
+    assert max(others) < first
+    assert last == 0

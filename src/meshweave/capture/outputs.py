@@ -30,7 +30,7 @@ class ModelOutputs:
                 raise CaptureError(
                     "the model returns an object that is neither a tensor nor a container of tensors",
                     got=f"a {type(leaf).__qualname__}",
-                    expected="tensors, numbers, texts, and containers of them that torch.utils._pytree knows",
+                    expected="tensors, numbers, texts, and containers of them that are pytree nodes of torch",
                     hint="return only what you need, by compile(forward=lambda model, batch: ...), or switch the "
                     "object off (use_cache=False in Hugging Face models)",
                 )

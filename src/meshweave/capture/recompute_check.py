@@ -31,13 +31,12 @@ class RecomputeReport:
 def check_recompute(
     before: StepGraph, after: StepGraph, policy: str = "full", cuts: Cuts | None = None
 ) -> RecomputeReport:
-    """Raise VerifyError, with the node, unless `after` computes what `before` does and saves only what `policy`
-    allows.\n\nProven: each node of `after` does the op of one node of `before` with the same arguments on operands that
-    are proven equal to its operands; only nodes of the backward phase are recomputed; forward is the same nodes in the
-    same order; inputs and outputs are the same; in a block, the backward pass and recomputed nodes read only those
-    forward values that the policy saves or that are saved for others anyway. `policy` and `cuts` are the arguments of
-    the pass.
-    """
+    """Raise VerifyError, with the node, unless `after` computes what `before` does and saves only what `policy` allows.
+
+    Proven: each node of `after` does the op of one node of `before` with the same arguments on operands that are proven
+    equal to its operands; only nodes of the backward phase are recomputed; forward is the same nodes in the same order;
+    inputs and outputs are the same; in a block, the backward pass and recomputed nodes read only those forward values
+    that the policy saves or that are saved for others anyway. `policy` and `cuts` are the arguments of the pass."""
     twins = _twins(before, after)
     _check_ends(before, after, twins)
     _check_order(before, after, twins)

@@ -10,20 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshweave.check.runs import (
-    Compiler,
-    Eager,
-    Exact,
-    MakeModel,
-    Recipe,
-    RunRecord,
-    Updates,
-    record,
-    shaken,
-    widened,
-)
+from meshweave.check.runs import Compiler, Eager, Exact, RunRecord, Training, Updates, shaken
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 
@@ -32,7 +21,6 @@ from meshweave.ir.mesh import Mesh
 # November 2026): 3.0e-6 at 3e-5, just beyond the bound of 1e-5 at 1e-4. The effect of a wrong term of the update at
 # this rate may be below the bound: updates are compared separately, see `Updates`.
 CHECK_LR = 3e-5
-CHECK_STEPS = 3
 
 # Two float32 runs that add in different orders have independent errors, so their largest errors differ by chance, more
 # so for small tensors. Largest ratio over the models and meshes of benchmarks/check_matrix.py: 8.0, a key bias of qwen2
@@ -152,24 +140,21 @@ class NumericsReport:
 
 
 def check_numerics(
-    make_model: MakeModel,
-    batches: Callable[[int], Any],
-    recipe: Recipe,
+    training: Training,
     mesh: Mesh,
     plan: Any,
     compiler: Compiler,
     *,
-    steps: int = CHECK_STEPS,
     bounds: Bounds | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> NumericsReport:
-    """Train `steps` steps on `mesh`, on one device and eagerly, from the same parameters on the same batches.
+    """Run `training` on `mesh`, on one device and eagerly, from the same parameters on the same batches.
 
     Compares the initial parameters, the loss of every step, every gradient of the first and the last, and every
     parameter, buffer and piece of optimizer state after the last: the mesh with one device, one device with eager
-    PyTorch. `make_model()` returns the model and its optimizer, the same at every call; `compiler` compiles a step that
-    keeps its gradients, also of a float64 model (its example batch is `widened`, without autocast or casts). Under
-    torch.distributed every rank calls this, and all return the same report.
+    PyTorch. `compiler` compiles a step that keeps its gradients, also of a float64 model (its example batch is
+    `widened`, without autocast or casts). Under torch.distributed every rank calls this, and all return the same
+    report.
 
     A model that runs in float64 is also trained so on the mesh, against eager PyTorch in float64, with bounds that
     detect even a small wrong term. And torch's own optimizer gets the gradients of the mesh, for these steps and one at
@@ -179,23 +164,23 @@ def check_numerics(
     as that of a key bias before a softmax, is pure rounding on any device. For this the run may be at most 16 times as
     far from a float64 run as its reference is; if float64 does not run, from a run with `shaken` parameters.
     """
-    bounds = bounds or Bounds.under(recipe.autocast)
-    checked = _Checked(make_model, batches, recipe, mesh, plan, compiler, steps)
+    bounds = bounds or Bounds.under(training.recipe.autocast)
+    checked = _Checked(training, mesh, plan, compiler)
     progress("float64")
-    exact = Exact.of(make_model, batches, replace(recipe, autocast=None), steps)
+    exact = Exact.of(training)
     sharp, note = _in_float64(checked, exact)
     progress("mesh")
     on_mesh, updates = checked.trained()
     progress("one device")
-    single = record(compiler(*make_model(), Mesh(""), None), batches, steps)
+    single = training.record(compiler(*training.make_model(), Mesh(""), None))
     progress("eager")
-    eager = record(Eager(*make_model(), recipe), batches, steps)
+    eager = training.record(Eager(*training.make_model(), training.recipe))
     _same_start(single, eager)
 
     @cache
     def truth() -> RunRecord:
         progress("rounding")
-        return exact.record or shaken(make_model, batches, recipe, steps)
+        return exact.record or shaken(training)
 
     errors = [
         *_compare("mesh", "one device", on_mesh, single, bounds, _Rounding(truth, (single, eager))),
@@ -204,38 +189,26 @@ def check_numerics(
     ]
     losses = {name: r.losses for name, r in (("mesh", on_mesh), ("one device", single), ("eager", eager))}
     ordered = sorted(_worst_of_all_ranks(errors), key=lambda e: e.badness, reverse=True)
-    return NumericsReport(str(mesh), steps, bounds, losses, tuple(ordered), note)
+    return NumericsReport(str(mesh), training.steps, bounds, losses, tuple(ordered), note)
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
     """The training step on the mesh."""
 
-    make_model: MakeModel
-    batches: Callable[[int], Any]
-    recipe: Recipe
+    training: Training
     mesh: Mesh
     plan: Any
     compiler: Compiler
-    steps: int
 
     def trained(self) -> tuple[RunRecord, tuple[RunRecord, RunRecord]]:
         """A run on the mesh, and the values that it and torch's optimizer have after another step that shows every
         term."""
-        (model, optimizer), beside = self.make_model(), self.make_model()
-        updates = Updates(
-            self.compiler(model, optimizer, self.mesh, self.plan), optimizer, *beside, self.recipe.clip_grad_norm
-        )
-        return record(updates, self.batches, self.steps), updates.visible_step(self.batches(self.steps))
-
-    def wide(self) -> _Checked:
-        """The same in float64."""
-
-        def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-            model, optimizer = self.make_model()
-            return model.double(), optimizer
-
-        return replace(self, make_model=make_model, batches=lambda i: widened(self.batches(i)))
+        training = self.training
+        (model, optimizer), beside = training.make_model(), training.make_model()
+        step = self.compiler(model, optimizer, self.mesh, self.plan)
+        updates = Updates(step, optimizer, *beside, training.recipe.clip_grad_norm)
+        return training.record(updates), updates.visible_step(training.batches(training.steps))
 
 
 def _in_float64(checked: _Checked, exact: Exact) -> tuple[list[TensorError] | None, str]:
@@ -246,7 +219,7 @@ def _in_float64(checked: _Checked, exact: Exact) -> tuple[list[TensorError] | No
             f"float64 cannot run the model, so faults that float32 does not show are not detected: {exact.problem}",
         )
     try:
-        record, updates = checked.wide().trained()
+        record, updates = replace(checked, training=checked.training.wide()).trained()
     except Exception as error:  # of a program that is compiled only for this
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         return None, f"the mesh does not run float64, so faults that float32 does not show are not detected: {reason}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from meshweave.ir.mesh import Mesh
 # AdamW (0.01) moves a parameter by 3e-4 of itself in a step, 300 times the rounding of float32. Gradients are fixed in
 # this step, so that no difference feeds back through the model.
 VISIBLE_LR = 0.03
+CHECK_STEPS = 3
 
 MakeModel = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
@@ -53,6 +54,30 @@ class Recipe:
     seed: int = 0
     forward: Callable[[nn.Module, Any], Any] = call_model
     param_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A training run, in whatever way it is executed: `steps` steps, of which step i gets `batches(i)`. `make_model()`
+    returns the model and its optimizer, the same at every call."""
+
+    make_model: MakeModel
+    batches: Callable[[int], Any]
+    recipe: Recipe
+    steps: int = CHECK_STEPS
+
+    def record(self, trainee: Trainee) -> RunRecord:
+        return record(trainee, self.batches, self.steps)
+
+    def wide(self) -> Training:
+        """The same in float64, without autocast."""
+
+        def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+            model, optimizer = self.make_model()
+            return model.double(), optimizer
+
+        recipe = replace(self.recipe, autocast=None)
+        return replace(self, make_model=make_model, batches=lambda i: widened(self.batches(i)), recipe=recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,23 +254,22 @@ class Exact:
     narrow: str = ""
 
     @staticmethod
-    def of(make_model: MakeModel, batches: Callable[[int], Any], recipe: Recipe, steps: int) -> Exact:
-        model, optimizer = make_model()
-        narrowest = Narrowest()
+    def of(training: Training) -> Exact:
+        wide, narrowest = training.wide(), Narrowest()
         try:
-            eager = Eager(model.double(), optimizer, recipe, narrowest)
-            return Exact(record(eager, lambda i: widened(batches(i)), steps), "", narrowest.op)
+            model, optimizer = wide.make_model()
+            return Exact(wide.record(Eager(model, optimizer, wide.recipe, narrowest)), "", narrowest.op)
         except Exception as error:  # whatever error the model raises in float64
             return Exact(None, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def shaken(make_model: MakeModel, batches: Callable[[int], Any], recipe: Recipe, steps: int) -> RunRecord:
+def shaken(training: Training) -> RunRecord:
     """The eager run from parameters that are changed by a unit in the last place: what this changes, rounding changes,
     too."""
-    model, optimizer = make_model()
+    model, optimizer = training.make_model()
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in (p for p in model.parameters() if p.is_floating_point()):
             sign = torch.randint(0, 2, param.shape, generator=chance).to(param) * 2 - 1
             param.mul_(1 + sign * torch.finfo(param.dtype).eps)
-    return record(Eager(model, optimizer, recipe), batches, steps)
+    return training.record(Eager(model, optimizer, training.recipe))

@@ -12,8 +12,8 @@ from torch import nn
 
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.sources import Source
-from meshweave.check.numerics import CHECK_LR, CHECK_STEPS, Bounds, NumericsReport, check_numerics
-from meshweave.check.runs import Recipe, widened
+from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, check_numerics
+from meshweave.check.runs import CHECK_STEPS, Recipe, Training, widened
 from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen
 from meshweave.ir.mesh import Mesh
@@ -89,8 +89,8 @@ def check(screen: Screen, job: CheckOptions) -> int:
         stage("prove")
         complete, deadlock = prove(program.placed, program.optimized)
         report = check_numerics(
-            make_model, source.make_batch, recipe, mesh, plan, compiler,
-            steps=job.steps, bounds=Bounds.under(job.autocast or job.cast), progress=stage,
+            Training(make_model, source.make_batch, recipe, job.steps), mesh, plan, compiler,
+            bounds=Bounds.under(job.autocast or job.cast), progress=stage,
         )  # fmt: skip
     screen.say(tables.proof_text(complete, deadlock))
     narrow, count = rounded_sums(program.placed)

@@ -33,10 +33,10 @@ def last_slope(curve: Sequence[Point]) -> float:
 
 
 def curve_of(op: str, level: str, group_size: int, fits: Sequence[Fit]) -> tuple[Point, ...] | None:
-    """Rising points (local bytes, seconds) of `op` in groups of `group_size`; None if nothing was measured.\n\nThe
-    points are those of the measured group size nearest in ratio (the smaller of two), at sizes where a device receives
-    equally many bytes, with the start-up (the first point's time) scaled by the number of peers.
-    """
+    """Rising points (local bytes, seconds) of `op` in groups of `group_size`; None if nothing was measured.
+
+    The points are those of the measured group size nearest in ratio (the smaller of two), at sizes where a device
+    receives equally many bytes, with the start-up (the first point's time) scaled by the number of peers."""
     fit = nearest(op, level, group_size, fits)
     if fit is None:
         return None

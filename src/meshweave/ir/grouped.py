@@ -179,7 +179,7 @@ BY_ROWS = (torch.ops.meshweave.grouped_mm.default, torch.ops.meshweave.grouped_o
 def from_torch(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`torch._grouped_mm` in terms of the ops above: rows are those of a if it has two dims, else columns of b."""
+    """`aten._grouped_mm` in terms of the ops above: rows are those of a if it has two dims, else columns of b."""
     if offs is None:
         out = torch.ops.meshweave.matmul(a, b)
     elif a.dim() == 2 and b.dim() == 3:

@@ -80,10 +80,11 @@ SYMBOLS: frozenset[Callable[..., Any]] = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Messages between devices: every device of the target gets its piece from devices of the source.\n\nWithout `axes`
-    it goes from a mesh to another (or to the same devices in another order), and the value is not partial. With `axes`
-    it stays on a mesh and in the groups of these axes, which are in mesh order; a value may be partial over other axes.
-    """
+    """Messages between devices: every device of the target gets its piece from devices of the source.
+
+    Without `axes` it goes from a mesh to another (or to the same devices in another order), and the value is not
+    partial. With `axes` it stays on a mesh and in the groups of these axes, which are in mesh order; a value may be
+    partial over other axes."""
 
     source: Layout
     target: Layout

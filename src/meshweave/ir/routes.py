@@ -77,14 +77,14 @@ class Routes:
 
 @lru_cache(maxsize=512)
 def routes(source: Layout, target: Layout, shape: tuple[int, ...]) -> Routes:
-    """How a value of `shape` gets from `source` to `target`, on any two meshes. Deterministic.\n\nThe pieces are cut
-    into tiles, each inside a piece of the source and a piece of the target. A device of the target that has a tile in
-    the source keeps it. Any other gets it from the holder that has sent the least so far; ties go to the holder with
-    the receiver's index among the receivers (modulo their number). So n replicas that send to n replicas pair up. Time
-    and size grow with the number of messages.
+    """How a value of `shape` gets from `source` to `target`, on any two meshes. Deterministic.
 
-    Raises LayoutError for a partial layout and for a wrong number of dims.
-    """
+    The pieces are cut into tiles, each inside a piece of the source and a piece of the target. A device of the target
+    that has a tile in the source keeps it. Any other gets it from the holder that has sent the least so far; ties go to
+    the holder with the receiver's index among the receivers (modulo their number). So n replicas that send to n
+    replicas pair up. Time and size grow with the number of messages.
+
+    Raises LayoutError for a partial layout and for a wrong number of dims."""
     start, goal = source.normalized(shape), target.normalized(shape)
     for layout in (start, goal):
         if layout.partial:
@@ -105,12 +105,12 @@ def routes(source: Layout, target: Layout, shape: tuple[int, ...]) -> Routes:
 @lru_cache(maxsize=512)
 def routes_within(source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[str, ...]) -> Routes:
     """How a value of `shape` gets from `source` to `target` on a mesh if devices send only inside their group of the
-    flattened `axes`. Deterministic.\n\nA value may be partial over other axes, because all members of a group have the
-    same contributions. Tiles are assigned to holders as in `routes`, inside the group. Time grows with the number of
-    devices and messages.
+    flattened `axes`. Deterministic.
 
-    Raises LayoutError if the target needs another mesh, another partial axis or a piece from outside the group.
-    """
+    A value may be partial over other axes, because all members of a group have the same contributions. Tiles are
+    assigned to holders as in `routes`, inside the group. Time grows with the number of devices and messages.
+
+    Raises LayoutError if the target needs another mesh, another partial axis or a piece from outside the group."""
     start, goal = source.normalized(shape), target.normalized(shape)
     if start.mesh != goal.mesh or start.partial != goal.partial or set(axes) & set(start.partial_axes):
         raise _not_within(source, target, axes)

@@ -15,13 +15,13 @@ _Spans = list[tuple[int, int]]  # offset and end of stretches of a dim, in order
 
 
 def lower_bound_seconds(request: Request) -> float:
-    """Seconds that every plan takes at least.\n\nDevices that differ only along axes faster than some bandwidth w form
-    a node. Elements that a node needs and lacks arrive over slower axes, at rate w or less. So for ascending w the
-    bytes per device that must enter nodes give a term each, and any necessary move gives a start-up. A value partial
-    over C nodes whose sum D nodes need enters nodes (C - 1) + (D - 1) times (first to be whole somewhere, then
-    everywhere: Patarasuk and Yuan, JPDC 2009). A value that stays partial over K nodes has K such sums, or these are
-    added up in K - 1 entries, and there is one.
-    """
+    """Seconds that every plan takes at least.
+
+    Devices that differ only along axes faster than some bandwidth w form a node. Elements that a node needs and lacks
+    arrive over slower axes, at rate w or less. So for ascending w the bytes per device that must enter nodes give a
+    term each, and any necessary move gives a start-up. A value partial over C nodes whose sum D nodes need enters nodes
+    (C - 1) + (D - 1) times (first to be whole somewhere, then everywhere: Patarasuk and Yuan, JPDC 2009). A value that
+    stays partial over K nodes has K such sums, or these are added up in K - 1 entries, and there is one."""
     source, target, profile = request.source, request.target, request.profile
     if source.mesh != target.mesh:
         return _between_meshes(request)

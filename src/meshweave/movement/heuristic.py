@@ -10,12 +10,12 @@ _ROUNDING = 32  # ticks by which the prices of a path may be rounded down: half 
 
 
 class Heuristic:
-    """Ticks that every path from a state to the end takes at least (an admissible heuristic).\n\nAs in
-    `movement.bounds`, devices that differ only along axes faster than some bandwidth form a node, and the bytes that
-    must enter nodes on average take time; any state but the end takes a start-up. `finest` is the bytes of a piece that
-    all axes cut, `speeds` are bytes per second by axis, `opened` the bit set of axes over which the value is partial at
-    the end. Those count as inside of nodes: the value may be anywhere among them.
-    """
+    """Ticks that every path from a state to the end takes at least (an admissible heuristic).
+
+    As in `movement.bounds`, devices that differ only along axes faster than some bandwidth form a node, and the bytes
+    that must enter nodes on average take time; any state but the end takes a start-up. `finest` is the bytes of a piece
+    that all axes cut, `speeds` are bytes per second by axis, `opened` the bit set of axes over which the value is
+    partial at the end. Those count as inside of nodes: the value may be anywhere among them."""
 
     def __init__(
         self,

@@ -48,15 +48,15 @@ def step_costs_of(profile: Costs, mesh: Mesh, axes: tuple[str, ...]) -> StepCost
 
 @dataclass(slots=True)
 class MoveProblem:
-    """A move in the form of the search.\n\nOver the axes in `summed` the value may be partial on the way, with the
-    reduce op of the source: it may be reduced over them and become partial again. At the end it is partial over those
-    in `partial`, and over the sets in `added`, a set per other op, which are never reduced. A value becomes partial
-    over an axis that cuts a dim, or at the very end over a replicated axis. Along `replicated` the source is
-    replicated. All are bit sets. In an even space `total` is the bytes of the value before any active axis cuts it,
-    else the bytes of an element; `finest` is the bytes of a piece that all active axes cut. `order` says when a
-    reduction may run: "sound", while every replicated axis was replicated in the source; "strict", while none is (and a
-    replicated axis may become partial for it); "any".
-    """
+    """A move in the form of the search.
+
+    Over the axes in `summed` the value may be partial on the way, with the reduce op of the source: it may be reduced
+    over them and become partial again. At the end it is partial over those in `partial`, and over the sets in `added`,
+    a set per other op, which are never reduced. A value becomes partial over an axis that cuts a dim, or at the very
+    end over a replicated axis. Along `replicated` the source is replicated. All are bit sets. In an even space `total`
+    is the bytes of the value before any active axis cuts it, else the bytes of an element; `finest` is the bytes of a
+    piece that all active axes cut. `order` says when a reduction may run: "sound", while every replicated axis was
+    replicated in the source; "strict", while none is (and a replicated axis may become partial for it); "any"."""
 
     space: Space
     prices: StepCosts

@@ -60,14 +60,14 @@ class Extent:
 
 
 class Space:
-    """The graph of all states over axes of `sizes` and a number of dims; built lazily.\n\nIf everything divides evenly
-    (`extents` is None) it is the same for all shapes, and the size of a state is the number of its pieces; else it is
-    the number of elements of its largest piece. The search selects the steps that a move allows: reductions, pads and
-    spreads are listed for all axes for which they are possible.
+    """The graph of all states over axes of `sizes` and a number of dims; built lazily.
+
+    If everything divides evenly (`extents` is None) it is the same for all shapes, and the size of a state is the
+    number of its pieces; else it is the number of elements of its largest piece. The search selects the steps that a
+    move allows: reductions, pads and spreads are listed for all axes for which they are possible.
 
     Axes go to a dim in every order; with `goal` (the cuts of the target) only in the target's order, axes that the
-    target does not have on that dim last. Then each target has its own, much smaller graph.
-    """
+    target does not have on that dim last. Then each target has its own, much smaller graph."""
 
     def __init__(
         self, sizes: tuple[int, ...], extents: tuple[Extent, ...] | None, goal: tuple[Axes, ...] | None

@@ -24,10 +24,10 @@ _MANY_AXES = 4
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to the planner: how a value of `shape` gets from a normal form to another.\n\n`cap` bounds the bytes of
-    the input and output of any step on a device; None: the larger of `room` and twice the larger of source and target,
-    or if no plan fits (uneven pieces), the least possible peak.
-    """
+    """A request to the planner: how a value of `shape` gets from a normal form to another.
+
+    `cap` bounds the bytes of the input and output of any step on a device; None: the larger of `room` and twice the
+    larger of source and target, or if no plan fits (uneven pieces), the least possible peak."""
 
     source: Layout
     target: Layout
@@ -75,10 +75,10 @@ class Request:
 
 @lru_cache(maxsize=16384)
 def steps_within(request: Request) -> tuple[Step, ...]:
-    """The steps of the cheapest plan from a normal form to another on the same mesh; see `plan_move`.\n\nRaises
-    LayoutError for reduce ops that do not commute (sum and max of the same value that must be reduced), for an average
-    of integers, for a target that is partial(avg) if the source is not, and if no plan stays under the cap.
-    """
+    """The steps of the cheapest plan from a normal form to another on the same mesh; see `plan_move`.
+
+    Raises LayoutError for reduce ops that do not commute (sum and max of the same value that must be reduced), for an
+    average of integers, for a target that is partial(avg) if the source is not, and if no plan stays under the cap."""
     search = MoveSearch.of(request)
     path = cheapest(search.problem, request.roomy if request.cap is None else request.cap)
     if path is None and request.cap is None:

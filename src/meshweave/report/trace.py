@@ -18,12 +18,12 @@ Event = dict[str, Any]
 
 
 def trace_json(simulations: Sequence[Simulation]) -> str:
-    """A JSON object with the steps of `simulations` side by side, all beginning at 0.\n\nA process per step and role, a
-    thread per stream (a second one if its spans overlap), a slice per span, inside a communication a slice for each
-    exposed stretch, arrows to a communication from its predecessors and to its successors, and a counter of the role's
-    memory. Slices of a thread nest; events are in order of time; equal steps give equal bytes. Raises MeshweaveError if
-    there is no step.
-    """
+    """A JSON object with the steps of `simulations` side by side, all beginning at 0.
+
+    A process per step and role, a thread per stream (a second one if its spans overlap), a slice per span, inside a
+    communication a slice for each exposed stretch, arrows to a communication from its predecessors and to its
+    successors, and a counter of the role's memory. Slices of a thread nest; events are in order of time; equal steps
+    give equal bytes. Raises MeshweaveError if there is no step."""
     if not simulations:
         raise MeshweaveError("there is no step to write as a trace", expected="at least one simulation")
     names: list[Event] = []

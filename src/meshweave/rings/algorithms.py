@@ -24,14 +24,15 @@ OWN = Index(1, 0)
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """A step on device r.\n\n`chunk` is what the step computes on: in a gather the received chunk (or its own), in a
-    reduction the chunk of which it computes its part, in an all-to-all the device whose chunk was received. Its message
-    goes from r to r + `shift`; a step with a shift of 0 has none, a step with a `root` is a broadcast from there.
+    """A step on device r.
+
+    `chunk` is what the step computes on: in a gather the received chunk (or its own), in a reduction the chunk of which
+    it computes its part, in an all-to-all the device whose chunk was received. Its message goes from r to r + `shift`;
+    a step with a shift of 0 has none, a step with a `root` is a broadcast from there.
 
     A gather's message carries the chunk of step `of`, and arrives for this step. A reduction's carries the step's part,
     plus the received messages of the steps `adds`; in a step without a message that sum is the result. An all-to-all's
-    carries the chunk for device `sends`.
-    """
+    carries the chunk for device `sends`."""
 
     chunk: Index
     shift: int = 0

@@ -85,10 +85,10 @@ def write_reduce(
     wide: torch.dtype,
     late: fx.Node | None = None,
 ) -> fx.Node:
-    """A reduce-scatter (sum) of the parts `produce(number)` of each chunk, in `dtype`; returns the own chunk.\n\nSums
-    are accumulated in `wide`. A message to which the receiver adds is sent in `wide`, a message to the owner of its
-    chunk in `dtype`. Nodes after the last part come before `late`, if not None.
-    """
+    """A reduce-scatter (sum) of the parts `produce(number)` of each chunk, in `dtype`; returns the own chunk.
+
+    Sums are accumulated in `wide`. A message to which the receiver adds is sent in `wide`, a message to the owner of
+    its chunk in `dtype`. Nodes after the last part come before `late`, if not None."""
     done = _Emission(write, row, ring)
     last = len(done.steps) - 1
     is_chain = any(step.adds for step in done.steps[:last])

@@ -105,7 +105,7 @@ def check_virtual_devices(mesh: Mesh) -> None:
             got=f"{mesh.num_devices:,} devices",
             expected=f"at most {MAX_VIRTUAL_DEVICES:,}",
             hint="run a smaller mesh with the same axes, or start one process per device with torchrun; "
-            "meshweave plan and meshweave simulate take a mesh of any size",
+            "meshweave plan and meshweave simulate take meshes of many thousands of devices",
         )
 
 

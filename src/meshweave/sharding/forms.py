@@ -16,7 +16,8 @@ from meshweave.sharding.assign import follow_result
 from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
-_PASSED = CASTS | VIEWS | {torch.ops.meshweave.round_parts.default}
+_VIEWS_AND_CASTS = VIEWS | CASTS
+_PASSED = _VIEWS_AND_CASTS | {torch.ops.meshweave.round_parts.default}
 Due = tuple[Layout, str]  # a layout in which a value is needed, and the phase
 
 
@@ -46,6 +47,7 @@ class Forms:
     items: Mapping[fx.Node, Input]
     on_demand: dict[fx.Node, bool] = field(default_factory=dict)
     random: dict[fx.Node, bool] = field(default_factory=dict)
+    of_parameter: dict[fx.Node, bool] = field(default_factory=dict)
 
     def is_made_on_demand(self, node: fx.Node) -> bool:
         """Whether a value has no tensor inputs, or is pointwise of such values and scalars: any piece of it can be
@@ -56,7 +58,7 @@ class Forms:
 
     def _spreads(self, node: fx.Node) -> bool:
         spec = node.meta.get("spec")
-        spreads = node.target in VIEWS | CASTS or is_pointwise(node.target)
+        spreads = node.target in _VIEWS_AND_CASTS or is_pointwise(node.target)
         if not spreads or not isinstance(spec, Spec) or spec.num_elements < 2:
             return False
         return all(self.is_made_on_demand(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
@@ -71,9 +73,14 @@ class Forms:
     def is_of_parameter(self, node: fx.Node) -> bool:
         """Whether a node is a parameter, or a cast or view of a parameter outside of the update. Casts and views are
         repeated in each phase that needs them, so that a gathered parameter does not live from forward to backward."""
+        if node not in self.of_parameter:
+            self.of_parameter[node] = self._leads_to_parameter(node)
+        return self.of_parameter[node]
+
+    def _leads_to_parameter(self, node: fx.Node) -> bool:
         if node.op == "placeholder":
             return self.items[node].kind == "param"
-        inputs = tensor_inputs(node) if node.target in CASTS or node.target in VIEWS else []
+        inputs = tensor_inputs(node) if node.target in _VIEWS_AND_CASTS else []
         return len(inputs) == 1 and origin_of(node).phase != "update" and self.is_of_parameter(inputs[0])
 
     def is_stored(self, node: fx.Node) -> bool:

@@ -34,10 +34,10 @@ def replicate(x: Tensor, axis: Axes) -> Tensor:
 
 
 def repartition(x: Tensor, *, dim: int, axis: Axes) -> Tensor:
-    """x, its `dim` cut into a piece per device along `axis`, inside its present cuts. Backward: the gather.\n\nPieces
-    may be uneven. An axis that cuts another dim is moved here (an all-to-all). LayoutError for an axis over which x is
-    partial, and for a dim that x lacks.
-    """
+    """x, its `dim` cut into a piece per device along `axis`, inside its present cuts. Backward: the gather.
+
+    Pieces may be uneven. An axis that cuts another dim is moved here (an all-to-all). LayoutError for an axis over
+    which x is partial, and for a dim that x lacks."""
     return _pinned(x, "repartition", str(_dim(x, dim)), _names(axis))
 
 

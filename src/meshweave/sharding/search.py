@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
 
 from torch import nn
 
@@ -45,22 +44,21 @@ def choose_tp(
     step: StepGraph,
     resolved: Resolved,
     axis: str,
-    place_with: Callable[[Resolved, dict[Any, Any]], StepGraph],
+    place_with: Callable[[Resolved], StepGraph],
     price: Price,
 ) -> Resolved:
-    """`found` with a style for every open weight over `axis`.\n\nCoordinate descent from all-colwise over groups of
-    twins, the last of the model first (a row weight ends a pair, so it is decided before the column weight that begins
-    it). A candidate's cost is the price of all moves of the placed step, forward and backward. The search ends when a
-    round changes nothing (two rounds at most). `place_with(found, decided)` places the step under a candidate;
-    `decided` carries decisions over to the next candidate.
-    """
+    """`found` with a style for every open weight over `axis`.
+
+    Coordinate descent from all-colwise over groups of twins, the last of the model first (a row weight ends a pair, so
+    it is decided before the column weight that begins it). A candidate's cost is the price of all moves of the placed
+    step, forward and backward. The search ends when a round changes nothing (two rounds at most). `place_with(found)`
+    places the step under a candidate."""
     groups = twins(model, resolved, axis)
     styles = {t: "colwise" for t in groups}
-    decided: dict[Any, Any] = {}
 
     def cost(styles: dict[Twins, str]) -> float:
         try:
-            placed = place_with(_styled(model, resolved, styles, axis), decided)
+            placed = place_with(_styled(model, resolved, styles, axis))
         except LayoutError:  # operators in the model require what this candidate does not provide
             return inf
         moves = [n for n in placed.graph.nodes if n.target is ops.move]

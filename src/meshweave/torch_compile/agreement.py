@@ -57,14 +57,15 @@ class Agreement(Exchange):
         return CostNumbers(mine.fingerprint, tuple(numbers))
 
     def prove(self, graph: fx.Graph, groups: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Exchange the present order of communications of `graph`, and prove that no rank waits for ever.\n\nThe proof:
-        all ranks have the same sequence of starts and waits, in terms of channels (groups in order of appearance), and
-        if a rank's c-th channel is a group, it is also the c-th channel of each of its members. So the i-th event of
-        every rank is the same; once all have reached a start, all its members have begun it; a wait is for an earlier
-        start, so it ends. If the block sizes of an all-to-all are known, each rank sends what the receiver expects:
-        blocks, like those of a permute, are specific to a rank and not part of the sequence. Raises MeshweaveError with
-        the ranks if that does not hold, and for messages between two ranks, which are not matched by order.
-        """
+        """Exchange the present order of communications of `graph`, and prove that no rank waits for ever.
+
+        The proof: all ranks have the same sequence of starts and waits, in terms of channels (groups in order of
+        appearance), and if a rank's c-th channel is a group, it is also the c-th channel of each of its members. So the
+        i-th event of every rank is the same; once all have reached a start, all its members have begun it; a wait is
+        for an earlier start, so it ends. If the block sizes of an all-to-all are known, each rank sends what the
+        receiver expects: blocks, like those of a permute, are specific to a rank and not part of the sequence. Raises
+        MeshweaveError with the ranks if that does not hold, and for messages between two ranks, which are not matched
+        by order."""
         events, channels, blocks = communications(graph)
         digest = hashlib.sha256("\n".join(events).encode()).hexdigest()[:24]
         tables = [list(_ranks_of(group, where, groups)) for group, where in channels]
