@@ -207,8 +207,8 @@ def _checked(*command: str) -> None:
 
 def running() -> float:
     """Processes of others that want a processor, the mean of a second: what is above 0 disturbs what is measured."""
-    found = []
+    counts = []
     for _ in range(20):
-        found.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)
+        counts.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]) - 1)
         time.sleep(0.05)
-    return sum(found) / len(found)
+    return sum(counts) / len(counts)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from links import Link, joined, loopback, running
-from step_time_worker import END, OURS, START, STEP, Config, ways, worker
+from step_time_worker import END, OURS, START, STEP, Config, variants, worker
 
 TABLE = Path(__file__).parent / "results" / "step_time.md"
 SAME_LOSS = 1e-5  # relative: sums in another order in float32
@@ -88,11 +88,11 @@ def _link(num_ranks: int, gbit: int) -> AbstractContextManager[Link]:
 def _measured(link: Link, row: Row, cache: str) -> dict[str, Any]:
     load = running()
     shown = {"key": row.key, "link": row.link, "num_ranks": row.num_ranks, "config": str(row.config), "load": load}
-    names, told = ways(row.config), ("--worker", json.dumps(asdict(row.config)), "--cache", cache)
+    names, told = variants(row.config), ("--worker", json.dumps(asdict(row.config)), "--cache", cache)
     with ExitStack() as stack:
         jobs, starts = {}, {}
         for name in names:  # the others wait
-            jobs[name] = stack.enter_context(link.talk(str(Path(__file__)), *told, "--way", name))
+            jobs[name] = stack.enter_context(link.talk(str(Path(__file__)), *told, "--variant", name))
             starts[name] = jobs[name].ask(START)
         steps: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for i in range(row.config.warm_up - 1 + row.config.steps):
@@ -190,12 +190,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--eager", action="store_true", help="peers without torch.compile, which takes minutes")
     parser.add_argument("--worker")
-    parser.add_argument("--way", default="")
+    parser.add_argument("--variant", default="")
     parser.add_argument("--cache", default="")
     options = parser.parse_args()
     if options.worker:
         os.environ["MESHWEAVE_CACHE"] = options.cache  # empty at first: what a calibration takes is in the figures
-        worker(Config(**json.loads(options.worker)), options.way)
+        worker(Config(**json.loads(options.worker)), options.variant)
         return 0
     rows = [
         replace(row, config=replace(row.config, layers=options.layers, steps=options.steps, compiles=not options.eager))

@@ -81,14 +81,16 @@ def meshes(scheme: str, num_ranks: int) -> str:
     }[scheme]
 
 
-def ways(config: Config) -> tuple[str, ...]:
+def variants(config: Config) -> tuple[str, ...]:
     """Names of ways to train, ours first."""
     peer, _ = PEERS[config.scheme]
     return (OURS, peer, f"{peer}, compiled") if config.compiles else (OURS, peer)
 
 
-def make_step(config: Config, way: str, num_ranks: int) -> Step:
-    return ours(config, num_ranks) if way == OURS else PEERS[config.scheme][1](config, way.endswith(", compiled"))
+def make_step(config: Config, variant: str, num_ranks: int) -> Step:
+    return (
+        ours(config, num_ranks) if variant == OURS else PEERS[config.scheme][1](config, variant.endswith(", compiled"))
+    )
 
 
 def ours(config: Config, num_ranks: int) -> Step:
@@ -211,8 +213,8 @@ def batches(config: Config, num_ranks: int) -> Iterator[Tensor]:
 START, STEP, END = QUESTIONS = "start", "step", "end"
 
 
-def worker(config: Config, way: str) -> None:
-    """Train in the way of that name. Seconds are those of the slowest process, losses those of the global batch."""
+def worker(config: Config, variant: str) -> None:
+    """Train by the variant of that name. Seconds are those of the slowest process, losses those of the global batch."""
     rank, num_ranks = init_from_env()
     source, step = batches(config, num_ranks), None
     while (question := _asked(rank)) != END:
@@ -222,17 +224,17 @@ def worker(config: Config, way: str) -> None:
         batch = next(source)
         dist.barrier()
         began = time.perf_counter()
-        step = step or make_step(config, way, num_ranks)
+        step = step or make_step(config, variant, num_ranks)
         loss = step(batch)
         answer = {"seconds": _slowest(time.perf_counter() - began), "loss": _mean(loss)}
-        if question == START and way == OURS:
+        if question == START and variant == OURS:
             began = time.perf_counter()
             step.compiled.wait_for_compiler()  # type: ignore[attr-defined]
             answer["waited"] = time.perf_counter() - began  # nobody steps: in a script steps go on meanwhile
         _answer(rank, answer)
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, dtype=torch.int64)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    _answer(rank, {"peak_bytes": int(peak), **(described(step.compiled) if way == OURS else {})})  # type: ignore[union-attr]
+    _answer(rank, {"peak_bytes": int(peak), **(described(step.compiled) if variant == OURS else {})})  # type: ignore[union-attr]
     shutdown()
 
 

@@ -16,7 +16,7 @@ from meshweave.disk_cache import CacheEntry, machine_of
 from meshweave.errors import StepError
 from meshweave.interop import onednn
 from meshweave.ir.values import Value
-from meshweave.regions import compiler, libraries
+from meshweave.regions import libraries
 from meshweave.regions.compiler import RegionCompiler
 from meshweave.regions.libraries import ATEN, MM, ONEDNN, ONEDNN_MM, Libraries, faster_library
 from meshweave.runtime.executor import perform
@@ -111,13 +111,13 @@ def test_aten_where_onednn_is_off_or_rounds(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_all_ranks_use_the_same_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "faster_library", lambda device: ONEDNN)
+    monkeypatch.setattr(libraries, "faster_library", lambda device: ONEDNN)
     assert RegionCompiler("inductor")._agreed_libraries(CPU) == Libraries(True)
     assert RegionCompiler("inductor", lambda flag: True)._agreed_libraries(CPU) == Libraries(False)  # of another rank
 
 
 def trained(backend: str, mesh: str, monkeypatch: pytest.MonkeyPatch, library: str) -> tuple[mw.TrainStep, list[float]]:
-    monkeypatch.setattr(compiler, "faster_library", lambda device: library)
+    monkeypatch.setattr(libraries, "faster_library", lambda device: library)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
     x, y = torch.randn(256, 256), torch.randn(256, 256)

@@ -29,7 +29,7 @@ from meshweave.calibrate.links import LinkTimer, Place, places, slowdown, time_l
 from meshweave.calibrate.ops import ALONE, Effort, OpCase, Peers, RepeatedOp, time_ops
 from meshweave.errors import MeshError
 from meshweave.ir.mesh import Mesh
-from meshweave.regions.libraries import ONEDNN, Libraries, faster_library
+from meshweave.regions.libraries import Libraries
 from meshweave.runtime.cluster import ClusterWorld
 
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -151,7 +151,7 @@ class _Measurement:
         per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
         torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
         self.say("ops")
-        libraries = self.libraries or _libraries(device, peers)
+        libraries = self.libraries or Libraries.agreed(device, lambda flag: bool(peers.most([float(flag)])[0]))
         cases = _cases(plan, Pool(device, max(*plan.memory, _LEAST_POOL)), libraries)
         ops = time_ops(list(cases), device, plan.ops, peers)
         figures = Measurements(tuple(ops))
@@ -171,12 +171,6 @@ class _Measurement:
         facts = _machine(name, command, device, num_ranks, per_node, reserved)
         text, errors = profile_text(facts, figures, link_places)
         return Calibration(text, errors)
-
-
-def _libraries(device: torch.device, peers: Peers) -> Libraries:
-    """The libraries of a compiled step: oneDNN if it is faster on the machines of all peers."""
-    (others,) = peers.most([float(faster_library(device) != ONEDNN)])
-    return Libraries(not others)
 
 
 def _cases(plan: MeasurementPlan, pool: Pool, libraries: Libraries) -> Iterator[OpCase]:

@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import Values, local_values, ragged
 from meshweave.regions.cut import Parts, Region, cut, written_in_place
-from meshweave.regions.libraries import ATEN, ONEDNN, Libraries, faster_library
+from meshweave.regions.libraries import ATEN, ONEDNN, Libraries
 from meshweave.regions.process import CompilerProcess
 from meshweave.regions.trace import RegionFunction, Shape, region_function
 from meshweave.regions.worth import (
@@ -122,8 +121,13 @@ class RegionCompiler:
             for n in part
             if is_random(n.target) or n in sized or sized.intersection(n.all_input_nodes)
         }
-        singles = {d: local[d].values for d in devices}
-        plain = _singly(parts, singles, libraries, sized)
+        its_values = {d: local[d].values for d in devices}
+        singles: dict[fx.Node, Planned] = {
+            n: n if sized.intersection(n.all_input_nodes) else _single(n, its_values, libraries)
+            for part in parts
+            for n in part
+        }
+        plain = [[singles[n] for n in part] for part in parts]
         while True:
             steps = cut(parts, kept, values, lambda node: node not in refused)
             steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, values)
@@ -155,14 +159,11 @@ class RegionCompiler:
             note_output(functions, load_inductor().output_directory())
         known = {n for r in regions for n in r.outputs}
         runners = {r: self._runner(r, its, known) for r, its in zip(regions, functions, strict=True)}
-        others = [[s for s in part if not isinstance(s, Region)] for part in steps]
-        planned = dict(zip(chain(*others), chain(*_singly(others, singles, libraries, sized)), strict=True))
-        return [[(s, runners[s]) if isinstance(s, Region) else planned[s] for s in part] for part in steps]
+        return [[(s, runners[s]) if isinstance(s, Region) else singles[s] for s in part] for part in steps]
 
     def _agreed_libraries(self, device: torch.device) -> Libraries:
-        """oneDNN if it is faster on the machines of all ranks."""
         if self._libraries is None:
-            self._libraries = Libraries(not self.any_rank(faster_library(device) != ONEDNN))
+            self._libraries = Libraries.agreed(device, self.any_rank)
             _NOTES.info("float32 matmuls run by %s", self.library)
         return self._libraries
 
@@ -302,19 +303,9 @@ class RegionCompiler:
         return None if self.any_rank(known is None) else self.any_rank(bool(known))
 
 
-def _singly(
-    parts: Parts, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries, sized: frozenset[fx.Node]
-) -> list[list[Planned]]:
-    """Nodes that run one by one, by the library for their operands on each device; ATen runs those whose operands have
-    sizes that are known only at run time (`sized`)."""
-
-    def planned(node: fx.Node) -> Planned:
-        return node if sized.intersection(node.all_input_nodes) else _single(node, values, libraries)
-
-    return [[planned(node) for node in part] for part in parts]
-
-
 def _single(node: fx.Node, values: Mapping[int, Mapping[fx.Node, Values]], libraries: Libraries) -> Planned:
+    """A node that runs by itself, by the library for its operands on each device. Operands of sizes that are known only
+    at run time stay with ATen."""
     kernels = {device: libraries.kernel(node, its) for device, its in values.items()}
     if all(kernel is node.target for kernel in kernels.values()):
         return node

@@ -22,6 +22,7 @@ from meshweave.ir.values import Values
 
 aten, ours = torch.ops.aten, torch.ops.meshweave
 MM, ONEDNN_MM = aten.mm.default, ours.onednn_mm.default
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride and dtype of a tensor
 ONEDNN, ATEN = "oneDNN", "ATen"  # names of libraries
 
 # oneDNN's calls take 12 us instead of 1, and it copies a transposed left operand, which takes long beside few columns.
@@ -38,26 +39,33 @@ class Libraries:
 
     has_onednn: bool = False
 
+    @staticmethod
+    def agreed(device: torch.device, any_rank: Callable[[bool], bool]) -> Libraries:
+        """oneDNN if it is faster on the machines of all ranks, which call this together; `any_rank(flag)`: whether any
+        of them passes True."""
+        return Libraries(not any_rank(faster_library(device) != ONEDNN))
+
     def kernel(self, node: fx.Node, values: Mapping[fx.Node, Values]) -> Any:
         """The op that computes a node: its own target, or the same op of another library."""
         if not self.has_onednn or node.target is not MM:
             return node.target
         (a,), (b,) = (values[operand] for operand in node.args)  # type: ignore[index]
-        suits = a.dtype == b.dtype == torch.float32 and _suits(a.shape, a.stride, b.shape, b.stride)
-        return ONEDNN_MM if suits else MM
+        return ONEDNN_MM if _suits((a.shape, a.stride, a.dtype), (b.shape, b.stride, b.dtype)) else MM
 
     def product(self, a: Tensor, b: Tensor) -> Any:
         """The op that multiplies two matrices on a processor."""
-        suits = a.dtype == b.dtype == torch.float32 and _suits(a.shape, a.stride(), b.shape, b.stride())
-        return ONEDNN_MM if self.has_onednn and suits else MM
+        forms = ((tuple(x.shape), x.stride(), x.dtype) for x in (a, b))
+        return ONEDNN_MM if self.has_onednn and _suits(*forms) else MM
 
 
-def _suits(a: Sequence[int], a_stride: Sequence[int], b: Sequence[int], b_stride: Sequence[int]) -> bool:
-    (m, k), (_, n) = a, b
+def _suits(a: Form, b: Form) -> bool:
+    """Whether oneDNN multiplies operands of these forms faster."""
+    ((m, k), a_stride, a_dtype), ((_, n), b_stride, b_dtype) = a, b
     is_copied = a_stride != (k, 1)
     is_dense = b_stride in ((n, 1), (1, k))
     least = min(m, n, k) >= LEAST_DIM and 2.0 * m * n * k >= LEAST_FLOPS
-    return is_dense and least and (n >= LEAST_COLUMNS or not is_copied)
+    is_float32 = a_dtype == b_dtype == torch.float32
+    return is_float32 and is_dense and least and (n >= LEAST_COLUMNS or not is_copied)
 
 
 def faster_library(device: torch.device) -> str:

@@ -17,11 +17,10 @@ from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.traits import FACTORIES
 from meshweave.ir.values import Values
 from meshweave.regions.cut import Region
-from meshweave.regions.libraries import Libraries
+from meshweave.regions.libraries import Form, Libraries
 
 aten, ours = torch.ops.aten, torch.ops.meshweave
 Shape = tuple[int, ...]
-Form = tuple[Shape, Shape, torch.dtype]  # shape, stride and dtype of a tensor
 
 # Ops whose kernels a compiler traces through, because these call ATen ops. It calls the kernels of other meshweave ops
 # as they are: random numbers wrap around in 64 bits, and squares are added in float64 in a particular order.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 
 # Options of mallopt, and the largest values that glibc takes (malloc.h, malloc.c of glibc 2.36).
@@ -29,6 +30,14 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_MMAP_THRESHOLD, _MOST_MMAP)) and bool(mallopt(_TRIM_THRESHOLD, _MOST_TRIM))
+
+
+@contextmanager
+def compacted() -> Iterator[None]:
+    """Work that is done once begins and ends without freed memory in the process."""
+    release_freed_memory()
+    yield
+    release_freed_memory()
 
 
 def release_freed_memory() -> None:

@@ -17,7 +17,7 @@ from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph
 from meshweave.regions.compiler import BackendName, RegionCompiler
-from meshweave.runtime.allocator import release_freed_memory
+from meshweave.runtime.allocator import compacted
 from meshweave.runtime.batches import batch_piece
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries, GatheredParams
@@ -106,17 +106,14 @@ class Session:
             elif not self._look.is_due() or (self._look.is_again and self.compiler.any_rank(self.compiler.is_busy)):
                 return
             self.compiler.is_waiting = False
-            release_freed_memory()  # it may measure regions on operands of its own
-            self._build(self.executor.meter, True)
+            with compacted():  # regions are measured on operands of their own; earlier steps have scattered parameters
+                self._build(self.executor.meter, True)
             self._has_regions = not self.compiler.is_waiting
-            if self._has_regions:
-                release_freed_memory()  # steps without regions have scattered parameters over it
             if not is_awaited:
                 return
 
     def _compiled(self, kept: set[str], is_last: bool, has_regions: bool) -> tuple[Compiled, ...]:
         """The tasks of each local device, with outputs of the kinds `kept`."""
-
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
@@ -189,9 +186,8 @@ class Session:
             self.compile_regions()
             if not self.progress.num_done:
                 self.bindings.take_over(self.state, is_compared=True)
-            draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
-            if not self.progress.num_done:
                 self._between, self._losses = [{} for _ in self.ranks], []
+            draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
             self._envs = self._inputs(batch, draw, self.carries.ready(self.state))
             if self._is_last:
                 self.carries.drop()
@@ -317,8 +313,7 @@ class Session:
                     box = layout.box_of(item.spec.shape, device)
                     env[slot] = batch_piece(self.world, item, box, batch[item.name], self.settings.accumulate)
                 elif item.kind == "constant":
-                    value = rank.graph.constants[item.name]
-                    env[slot] = constants.setdefault(item.name, value.to(self.world.device))
+                    env[slot] = constants.setdefault(item.name, rank.graph.constants[item.name].to(self.world.device))
                 elif item.name == "draw":
                     env[slot] = number
         return envs
