@@ -79,7 +79,7 @@ def test_what_there_is_no_time_for_is_said_and_left() -> None:
     step = compiled("tp=2", profile="h100", passes="none")
     profile, asked = mw.load_profile("h100"), []
     for seconds in (60.0, -1.0):
-        budget = Budget(seconds, lambda is_late: asked.append(is_late) or is_late)
+        budget = Budget(seconds, lambda is_late: asked.append(is_late) or (is_late,))
         pipeline = replace(pipeline_of("default"), budget=budget)
         found = optimize(step.program.placed, step.program.expanded, profile, pipeline)
         reasons = {variant.name: variant.reason for variant in found.variants}

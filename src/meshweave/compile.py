@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from meshweave.program import Program
 from meshweave.regions.compiler import checked_backend
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions
-from meshweave.runtime.cluster import make_world, on_any
+from meshweave.runtime.cluster import make_world, numbers_of_all
 from meshweave.runtime.fuse import prepare_compiler
 from meshweave.runtime.identity import argument_texts, program_texts
 from meshweave.runtime.replaced import follow_replaced
@@ -211,17 +212,18 @@ _LEAST_GAIN = 0.08
 def by_default(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -> Pipeline:
     """The pipeline of a step whose caller named no pass that is chosen by gain: "default" within a time budget if there
     is real communication with known costs, else unchanged. Rewritten sums round differently, so a rewrite has to gain
-    at least `_LEAST_GAIN`."""
+    at least `_LEAST_GAIN`. A choice is stored on disk for the next start."""
     if not world.is_distributed or world.mesh.num_devices == 1 or not isinstance(costs, MachineProfile):
         return pipeline
-    own = {each_pass.name for each_pass in pipeline.passes}
+    own, gathered = {each_pass.name for each_pass in pipeline.passes}, partial(numbers_of_all, world)
     usual = tuple(each_pass for each_pass in pass_list("default") if each_pass.name not in own)
     return replace(
         pipeline,
         passes=(*pipeline.passes, *usual),
         least_gain=_LEAST_GAIN,
         is_default=True,
-        budget=Budget(seconds, lambda is_late: on_any(world, is_late)),
+        budget=Budget(seconds, gathered),
+        recalls=gathered,
     )
 
 

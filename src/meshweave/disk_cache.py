@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,14 @@ def machine_of(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "threads": 0 if cuda else torch.get_num_threads(),
     }
+
+
+@cache
+def code_digest(rooms: tuple[str, ...]) -> str:
+    """A digest of the code of packages of meshweave."""
+    root = Path(__file__).parent
+    files = [path for room in rooms for path in sorted((root / room).glob("*.py"))]
+    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,15 @@ class CacheEntry:
                     os.unlink(temporary)
             return f"it could not be stored ({error})"
         return ""
+
+    def prune(self, most: int) -> None:
+        """Remove all but the `most` entries of the directory written last. Other processes may do the same."""
+        try:
+            entries = sorted(self.directory.glob(f"*{self.suffix}"), key=lambda path: path.stat().st_mtime)
+            for path in entries[:-most]:
+                path.unlink(missing_ok=True)
+        except OSError:
+            return
 
     @contextmanager
     def lock(self) -> Iterator[None]:

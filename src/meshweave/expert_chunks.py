@@ -10,8 +10,8 @@ from dataclasses import replace
 from meshweave.hardware import Costs
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.verify import verify_step
-from meshweave.passes import MeshProgram, Pipeline, Split
-from meshweave.passes.candidates import AS_IT_IS, ProgramVariant, fastest
+from meshweave.passes import MeshProgram, Pipeline, ProgramVariant, Split
+from meshweave.passes.candidates import AS_IT_IS, fastest
 from meshweave.program import Program
 from meshweave.rows import SplitReport
 from meshweave.rows.captured import has_experts, split_captured

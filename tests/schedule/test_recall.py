@@ -88,7 +88,7 @@ def test_other_code_is_another_problem(
     orders: Path, searches: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ordered()
-    monkeypatch.setattr(recall, "_code", lambda: "another version")
+    monkeypatch.setattr(recall, "code_digest", lambda rooms: "another version")
     ordered()
     assert searches() == 2
 

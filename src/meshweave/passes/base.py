@@ -30,6 +30,18 @@ class CapturedProgram:
     cuts: Cuts = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramVariant:
+    """A variant of the program. `seconds` is its simulated time after all passes; `reason` says why it has none."""
+
+    name: str
+    seconds: float = 0.0
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.reason or f'{self.seconds * 1e3:,.3f} ms'}"
+
+
 class PassProgram(Protocol):
     """What passes after expansion work on: all roles of a step (`MeshProgram`), or a graph of torch.compile
     (`GraphProgram`)."""

@@ -4,82 +4,72 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import isclose
 from typing import Any, Generic, TypeVar
 
 from torch import fx
 
-from meshweave.passes.base import Pass, PassProgram, Report
+from meshweave.passes.base import Pass, PassProgram, ProgramVariant, Report
+from meshweave.passes.recall import Choice, Gathered, Recall, alone
 from meshweave.schedule.decide import NoOrderError
 
 Progress = Callable[[str], None]
 Q = TypeVar("Q", bound=PassProgram)
 AS_IT_IS = "as it is"  # the name of a program whose ops no pass rewrote
+UNCHANGED = -1  # in a path: the program without a compared pass
+# A slower program is not rewritten further. In the benchmarks a rewrite of a program that was slower by more never was
+# the fastest program.
+_BEAM = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long further programs are tried. `agreed` turns the time-out of a process into that of all; all processes
-    call it together."""
+    """How long further programs are tried. `gathered` makes the time-out of a process that of all; all processes call
+    it together."""
 
     seconds: float = math.inf
-    agreed: Callable[[bool], bool] = bool
+    gathered: Gathered = alone
 
     def is_over(self, began: float) -> bool:
-        return self.seconds < math.inf and self.agreed(time.monotonic() - began > self.seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramVariant:
-    """A variant of the program. `seconds` is its simulated time after all passes; `reason` says why it has none."""
-
-    name: str
-    seconds: float = 0.0
-    reason: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.reason or f'{self.seconds * 1e3:,.3f} ms'}"
+        return self.seconds < math.inf and any(self.gathered(int(time.monotonic() - began > self.seconds)))
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramCandidate(Generic[Q]):
-    """A program on its way through the passes; `written`: the program before the ordering passes; `unfit`: why it got
-    no further."""
+    """A program on its way through the passes.
+
+    written: the program before the ordering passes. path: for each compared pass so far the index of the alternative
+    that rewrote the program, or `UNCHANGED`. unfit: why it got no further.
+    """
 
     name: str
     program: Q
     written: Q
     reports: Mapping[str, tuple[Report, ...]] = field(default_factory=dict)
+    path: tuple[int, ...] = ()
     unfit: NoOrderError | None = None
 
-    def behind(self, new_pass: Pass[Q], costs: Any) -> Iterator[ProgramCandidate[Q]]:
-        """The candidates after a pass: the changed program and, if it is to be compared or nothing changed, the
-        unchanged program.
-        Raises VerifyError for what the pass broke."""
+    def after(self, next_pass: Pass[Q], costs: Any) -> ProgramCandidate[Q]:
+        """The candidate after a pass. Raises VerifyError for what the pass broke."""
         if self.unfit is not None:
-            yield self
-            return
+            return self
         try:
-            tried = [self.after(other, *other.run(self.program, costs)) for other in new_pass.alternatives]
+            program, reports = next_pass.run(self.program, costs)
         except NoOrderError as error:
-            yield replace(self, unfit=error)
-            return
-        changed = [candidate for candidate in tried if candidate.program is not self.program]
-        if not changed:
-            yield tried[-1]
-        elif new_pass.is_compared:
-            yield self
-        yield from changed
-
-    def after(self, done_pass: Pass[Q], program: Q, reports: tuple[Report, ...]) -> ProgramCandidate[Q]:
+            return replace(self, unfit=error)
         program.verify(self.program)
-        reports_by_pass = {**self.reports, done_pass.name: reports}
-        if done_pass.stage == "ordered":
+        reports_by_pass = {**self.reports, next_pass.name: reports}
+        if next_pass.stage == "ordered":
             return replace(self, program=program, reports=reports_by_pass)
-        is_same = done_pass.numerics == "exact" or _is_same(program.graphs, self.program.graphs)
-        name = self.name if is_same else _joined(self.name, done_pass.label)
-        return ProgramCandidate(name, program, program, reports_by_pass)
+        is_same = next_pass.numerics == "exact" or _is_same(program.graphs, self.program.graphs)
+        name = self.name if is_same else _joined(self.name, next_pass.label)
+        return replace(self, name=name, program=program, written=program, reports=reports_by_pass)
+
+    def by(self, alternative: int) -> ProgramCandidate[Q]:
+        return replace(self, path=(*self.path, alternative))
 
 
 def _is_same(graphs: Sequence[fx.Graph], before: Sequence[fx.Graph]) -> bool:
@@ -90,40 +80,157 @@ def _joined(name: str, label: str) -> str:
     return label if name == AS_IT_IS else f"{name}, {label}"
 
 
+@dataclass(frozen=True)
+class Branch(Generic[Q]):
+    """A candidate before the next compared pass, and the same after all later passes that are not compared."""
+
+    open: ProgramCandidate[Q]
+    finished: ProgramCandidate[Q]
+    costs: Any
+
+    @cached_property
+    def seconds(self) -> float:
+        """Simulated seconds of a step; infinite if it does not run under its cap."""
+        return self.finished.program.seconds(self.costs) if self.finished.unfit is None else math.inf
+
+
+@dataclass
+class CandidateSearch(Generic[Q]):
+    """Explores which compared passes to take, one pass after the other.
+
+    The alternatives of a compared pass (rows in 2 chunks, in 4, ...) are tried in order until an alternative is no
+    faster than the program before it. The fastest of them is rewritten further, as is the program without the pass,
+    unless it is slower than the fastest of all by more than `_BEAM`. Each program that is tried goes through all later
+    passes that are not compared before its simulated seconds count. Processes that decide together agree on each
+    decision, so they all try the same programs.
+    """
+
+    passes: Sequence[Pass[Q]]
+    costs: Any
+    budget: Budget
+    progress: Progress
+    began: float = field(default_factory=time.monotonic)
+    tried: list[Branch[Q]] = field(default_factory=list)
+    untried: list[ProgramVariant] = field(default_factory=list)
+
+    def run(self, program: Q) -> None:
+        """Fill `tried`, the program as it is first, and `untried`."""
+        compared = [i for i, each_pass in enumerate(self.passes) if each_pass.is_compared]
+        ends = [*compared, len(self.passes)]
+        branches = [self._branch(ProgramCandidate(AS_IT_IS, program, program), 0, ends[0])]
+        self.tried += branches
+        for at, end in zip(compared, ends[1:], strict=True):
+            promising = branches if len(branches) == 1 else [each for each in branches if self._is_promising(each)]
+            branches = [each for branch in promising for each in self._behind(branch, at, end)]
+
+    def replay(self, program: Q, path: Sequence[int]) -> Branch[Q] | None:
+        """The program rewritten as `path` says; None if that is not possible."""
+        candidate, choices = ProgramCandidate(AS_IT_IS, program, program), iter(path)
+        for each_pass in self.passes:
+            if not each_pass.is_compared:
+                candidate = self._after(candidate, each_pass)
+            elif (choice := next(choices, UNCHANGED)) != UNCHANGED:
+                alternatives, before = each_pass.alternatives, candidate.program
+                if choice in range(len(alternatives)):
+                    candidate = self._after(candidate, alternatives[choice])
+                if candidate.program is before:
+                    return None
+        return None if candidate.unfit else Branch(candidate, candidate, self.costs)
+
+    def _branch(self, candidate: ProgramCandidate[Q], at: int, end: int) -> Branch[Q]:
+        """The candidate after the passes from `at` to `end`, none of which is compared, and finished."""
+        candidate = finished = self._through(candidate, self.passes[at:end])
+        return Branch(candidate, self._through(finished, self.passes[end:]), self.costs)
+
+    def _through(self, candidate: ProgramCandidate[Q], passes: Sequence[Pass[Q]]) -> ProgramCandidate[Q]:
+        for each_pass in passes:
+            if not each_pass.is_compared:
+                candidate = self._after(candidate, each_pass)
+        return candidate
+
+    def _after(self, candidate: ProgramCandidate[Q], next_pass: Pass[Q]) -> ProgramCandidate[Q]:
+        self.progress(next_pass.name)
+        return candidate.after(next_pass, self.costs)
+
+    def _is_promising(self, branch: Branch[Q]) -> bool:
+        limit = min(each.seconds for each in self.tried) * (1 + _BEAM)
+        return self._agreed(branch, branch.finished.unfit is not None or branch.seconds <= limit)
+
+    def _agreed(self, branch: Branch[Q], decision: bool) -> bool:
+        return bool(branch.open.program.agreed(int(decision)))
+
+    def _behind(self, branch: Branch[Q], at: int, end: int) -> list[Branch[Q]]:
+        """Try the compared pass at `at`. Returns what is rewritten further: the branch without the pass, then that with
+        its fastest alternative."""
+        compared, changed = self.passes[at], list[Branch[Q]]()
+        if branch.open.unfit is not None:
+            return [branch]
+        for number, alternative in enumerate(compared.alternatives):
+            if self.budget.is_over(self.began):
+                reason = f"not tried: the {self.budget.seconds:g} s were used up"
+                self.untried.append(ProgramVariant(_joined(branch.open.name, alternative.label), reason=reason))
+                continue
+            candidate = self._after(branch.open, alternative)
+            if candidate.program is branch.open.program and candidate.unfit is None:
+                branch = self._noted(branch, compared.name, candidate.reports[compared.name])
+                continue
+            before = min(each.seconds for each in (branch, *changed))
+            changed.append(self._branch(candidate.by(number), at + 1, end))
+            if not self._agreed(branch, changed[-1].seconds < before or before == math.inf):
+                break
+        self.tried += changed
+        if end == len(self.passes):
+            return []  # no pass follows that is compared
+        opened = self._through(branch.open.by(UNCHANGED), self.passes[at + 1 : end])
+        without = Branch(opened, branch.finished, self.costs)
+        return [without, *([min(changed, key=lambda each: each.seconds)] if changed else [])]
+
+    def _noted(self, branch: Branch[Q], of: str, reports: tuple[Report, ...]) -> Branch[Q]:
+        """The branch with the reports of a pass that did not change it."""
+        opened, finished = (
+            replace(each, reports={**each.reports, of: reports}) for each in (branch.open, branch.finished)
+        )
+        noted = Branch(opened, finished, self.costs)
+        self.tried = [noted if each.finished is branch.finished else each for each in self.tried]
+        return noted
+
+
+_UNLIMITED, _NO_RECALL = Budget(), Recall()
+
+
 def run_passes(
     program: Q,
     passes: Sequence[Pass[Q]],
     costs: Any,
     least_gain: float = 0.0,
-    budget: Budget = Budget(),
+    budget: Budget = _UNLIMITED,
     progress: Progress = lambda stage: None,
+    recall: Recall = _NO_RECALL,
 ) -> tuple[ProgramCandidate[Q], tuple[ProgramVariant, ...]]:
     """Run the passes, verified after each. Returns the program and, if there were several, the variants that were
     compared.
 
     A pass that is taken by gain is kept only if the program after all passes simulates faster and stays under the
-    cap: the fastest variant wins, the first of equals; a rewrite has to be faster by the share `least_gain`. Raises
-    NoOrderError if no variant is under the cap.
+    cap: the fastest variant wins, the first of equals; a rewrite has to be faster by the share `least_gain`. A choice
+    that `recall` knows is repeated if the program is as fast as it was then. Raises NoOrderError if no variant is under
+    the cap.
     """
-    began, untried = time.monotonic(), dict[str, ProgramVariant]()
-    candidates = [ProgramCandidate(AS_IT_IS, program, program)]
-    for next_pass in passes:
-        progress(next_pass.name)
-        behind: list[ProgramCandidate[Q]] = []
-        for i, candidate in enumerate(candidates):
-            if i and budget.is_over(began):
-                reason = f"not tried: the {budget.seconds:g} s were used up"
-                untried[candidate.name] = ProgramVariant(candidate.name, reason=reason)
-            else:
-                behind += candidate.behind(next_pass, costs)
-        candidates = behind
-    if len(candidates) == 1 and not untried:
-        chosen, variants = candidates[0], tuple[ProgramVariant, ...]()
+    search = CandidateSearch(passes, costs, budget, progress)
+    if (choice := recall.read()) is not None:
+        branch = search.replay(program, choice.path)
+        if recall.agreed(branch is not None and isclose(branch.seconds, choice.seconds, rel_tol=1e-9)):
+            assert branch is not None
+            return branch.finished, choice.variants
+    search.run(program)
+    if len(search.tried) == 1 and not search.untried:
+        chosen, variants = search.tried[0], tuple[ProgramVariant, ...]()
     else:
-        chosen, variants = _fastest_candidate(candidates, costs, least_gain)
-    if chosen.unfit is not None:
-        raise chosen.unfit
-    return chosen, (*variants, *untried.values())
+        chosen, variants = _fastest_branch(search.tried, least_gain)
+    if chosen.finished.unfit is not None:
+        raise chosen.finished.unfit
+    if variants and not search.untried:
+        recall.write(Choice(chosen.finished.path, chosen.seconds, variants))
+    return chosen.finished, (*variants, *search.untried)
 
 
 def fastest(
@@ -140,15 +247,14 @@ def fastest(
     return at, variants, "the program is not faster with it: " + "; ".join(map(str, variants))
 
 
-def _fastest_candidate(
-    candidates: Sequence[ProgramCandidate[Q]], costs: Any, least_gain: float
-) -> tuple[ProgramCandidate[Q], tuple[ProgramVariant, ...]]:
-    """The fastest candidate and the time of each. Its reports say why passes of other candidates were not taken."""
-    seconds = [each.program.seconds(costs) if each.unfit is None else math.inf for each in candidates]
-    at, variants, reason = fastest([each.name for each in candidates], seconds, least_gain)
-    chosen = candidates[candidates[0].program.agreed(at)]
+def _fastest_branch(branches: Sequence[Branch[Q]], least_gain: float) -> tuple[Branch[Q], tuple[ProgramVariant, ...]]:
+    """The fastest branch and the time of each. Its reports say why passes of other branches were not taken."""
+    names = [each.finished.name for each in branches]
+    at, variants, reason = fastest(names, [each.seconds for each in branches], least_gain)
+    chosen = branches[branches[0].open.program.agreed(at)]
     rejected: dict[str, tuple[Report, ...]] = {}
-    for candidate in candidates:
-        for name, reports in candidate.reports.items():
+    for branch in branches:
+        for name, reports in branch.finished.reports.items():
             rejected.setdefault(name, tuple(report.left(reason) for report in reports))
-    return replace(chosen, reports={**rejected, **chosen.reports}), variants
+    finished = replace(chosen.finished, reports={**rejected, **chosen.finished.reports})
+    return replace(chosen, finished=finished), variants

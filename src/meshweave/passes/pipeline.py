@@ -16,8 +16,9 @@ from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank, verify_step
-from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Stage
-from meshweave.passes.candidates import AS_IT_IS, Budget, ProgramVariant, Progress, run_passes
+from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, ProgramVariant, Stage
+from meshweave.passes.candidates import AS_IT_IS, Budget, Progress, run_passes
+from meshweave.passes.recall import Gathered, Recall, recall_of
 from meshweave.rings import DecomposeReport, prove_rings
 from meshweave.rows import SplitReport
 from meshweave.schedule import OverlapReport
@@ -31,7 +32,8 @@ class Pipeline:
     memory_cap_bytes: the most that may be live on a device at once; keeps_gradients: gradients live to the end of a
     step. least_gain: a rewrite of ops is taken if the step simulates faster by at least this share.
     is_default: the caller did not ask for the passes over rank graphs; a program or costs that they do not support
-    leave it unchanged.
+    leave it unchanged. recalls: if given, what was chosen for the same program in an earlier start of the job is chosen
+    at once; all processes that compile together call it together.
     """
 
     passes: tuple[Pass[Any], ...] = ()
@@ -40,6 +42,7 @@ class Pipeline:
     least_gain: float = 0.0
     is_default: bool = False
     budget: Budget = field(default_factory=Budget)
+    recalls: Gathered | None = None
 
     def __post_init__(self) -> None:
         names = [each_pass.name for each_pass in self.passes]
@@ -150,7 +153,9 @@ def _optimized(
     for each_pass in passes:
         _check_costs(each_pass, roles, costs)
     program = MeshProgram(roles, placed, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
-    chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
+    least_gain, gathered = pipeline.least_gain, pipeline.recalls
+    recall = Recall() if gathered is None else recall_of(program, passes, costs, least_gain, gathered)
+    chosen, variants = run_passes(program, passes, costs, least_gain, pipeline.budget, progress, recall)
     written, done = chosen.written.roles, chosen.program.roles
     optimized = Optimized(done, roles, written, chosen.reports, chosen.name, variants)
     if optimized.roles is not roles:

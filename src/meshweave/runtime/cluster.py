@@ -280,11 +280,16 @@ def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
     return world
 
 
+def numbers_of_all(world: World, number: int) -> tuple[int, ...]:
+    """The numbers (64 bits) that the processes of the world pass. All of them call it together."""
+    if not isinstance(world, ClusterWorld):
+        return (number,)
+    return tuple(map(int, world.gather(torch.tensor([number])).values()))
+
+
 def on_any(world: World, flag: bool) -> bool:
     """Whether any process of the world passes True. All of them call it together."""
-    if not isinstance(world, ClusterWorld):
-        return flag
-    return any(map(bool, world.gather(torch.tensor([int(flag)])).values()))
+    return any(numbers_of_all(world, int(flag)))
 
 
 def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[int, int]:

@@ -6,15 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from hashlib import sha256
 from itertools import combinations
 from math import isclose
-from pathlib import Path
 from typing import Any
 
 from meshweave.buckets.merge import Merger
-from meshweave.disk_cache import CacheEntry, cache_directory
+from meshweave.disk_cache import CacheEntry, cache_directory, code_digest
 from meshweave.problem.play import peak_of, seconds_of
 from meshweave.problem.problem import Order
 from meshweave.schedule.report import CandidateRow
@@ -43,7 +41,7 @@ def entry_of(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str
     digest = sha256()
     for part in _parts(search, orders, rule):
         digest.update(repr(part).encode())
-    return CacheEntry(cache_directory() / "orders", f"{_code()} {digest.hexdigest()}", ".json")
+    return CacheEntry(cache_directory() / "orders", f"{code_digest(_ROOMS)} {digest.hexdigest()}", ".json")
 
 
 def _parts(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> Iterator[Any]:
@@ -61,14 +59,6 @@ def _parts(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) 
         levels = sorted({level for usage in problem.usage for level, _ in usage})  # a machine need not have others
         groups = (group for size in range(len(levels) + 1) for group in combinations(levels, size))
         yield [(group, search.slowdown(frozenset(group))) for group in groups]
-
-
-@cache
-def _code() -> str:
-    """A digest of the code that orders depend on."""
-    root = Path(__file__).parent.parent
-    files = [path for room in _ROOMS for path in sorted((root / room).glob("*.py"))]
-    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def recalled(entry: CacheEntry, search: OrderSearch) -> tuple[Decision | None, str]:
@@ -128,15 +118,5 @@ def store(entry: CacheEntry, decision: Decision) -> str:
     }
     trouble = entry.write(json.dumps(value))
     if not trouble:
-        _prune(entry.directory)
+        entry.prune(_MOST_ENTRIES)
     return trouble
-
-
-def _prune(directory: Path) -> None:
-    """Remove the entries that were written first, beyond a number. Other processes may do the same."""
-    try:
-        entries = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for path in entries[:-_MOST_ENTRIES]:
-            path.unlink(missing_ok=True)
-    except OSError:
-        return

@@ -1,0 +1,226 @@
+"""Which programs a list of passes tries, which of them it takes, and what the next start recalls of that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from torch import fx
+
+from meshweave.disk_cache import CacheEntry
+from meshweave.errors import VerifyError
+from meshweave.passes.base import Numerics, Pass, ProgramVariant, Stage
+from meshweave.passes.candidates import Budget, run_passes
+from meshweave.passes.recall import Choice, Recall
+from meshweave.schedule.decide import NoOrderError
+
+Times = dict[str, float]
+SLOW = {"": 100.0, "a2": 80.0, "a4": 90.0, "a8": 50.0, "b": 70.0, "a2b": 60.0}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A program that is a text; its seconds are in a table."""
+
+    text: str
+    times: Times
+    log: list[str]
+    graphs: tuple[fx.Graph, ...]
+
+    def each(self, rewrite: Any) -> Any:
+        raise NotImplementedError
+
+    def with_text(self, text: str) -> Words:
+        return replace(self, text=text, graphs=(fx.Graph(),))
+
+    def verify(self, before: Words) -> None:
+        if "broken" in self.text:
+            raise VerifyError("broken")
+
+    def seconds(self, costs: Any) -> float:
+        return self.times[self.text.removesuffix("!")]
+
+    def agreed(self, choice: int) -> int:
+        return choice
+
+
+@dataclass(frozen=True)
+class Note:
+    text: str
+
+    def left(self, reason: str) -> Note:
+        return Note(f"{self.text}, left: {reason}")
+
+
+@dataclass(frozen=True)
+class Write(Pass[Words]):
+    """Appends a text, in one of several alternatives; not to texts that end with `after`."""
+
+    name: ClassVar[str] = "write"
+    numerics: ClassVar[Numerics] = "reassociates"
+    stage: ClassVar[Stage] = "written"
+    texts: tuple[str, ...] = ("a2", "a4", "a8")
+    not_after: str = "?"
+
+    @property
+    def is_compared(self) -> bool:
+        return True
+
+    @property
+    def alternatives(self) -> tuple[Write, ...]:
+        return tuple(replace(self, texts=(text,)) for text in self.texts)
+
+    @property
+    def label(self) -> str:
+        return self.texts[0]
+
+    def run(self, program: Words, costs: Any) -> tuple[Words, tuple[Note, ...]]:
+        if program.text.endswith(self.not_after):
+            return program, (Note("nothing to write"),)
+        return program.with_text(program.text + self.texts[0]), (Note(self.texts[0]),)
+
+
+@dataclass(frozen=True)
+class WriteB(Write):
+    name: ClassVar[str] = "write b"
+    texts: tuple[str, ...] = ("b",)
+
+
+@dataclass(frozen=True)
+class End(Pass[Words]):
+    """Ends the text, unless its time is infinite."""
+
+    name: ClassVar[str] = "end"
+    numerics: ClassVar[Numerics] = "exact"
+    stage: ClassVar[Stage] = "ordered"
+
+    def run(self, program: Words, costs: Any) -> tuple[Words, tuple[Note, ...]]:
+        program.log.append(program.text)
+        if program.times[program.text] == math.inf:
+            raise NoOrderError("no order is under the cap")
+        return program.with_text(program.text + "!"), (Note("ended"),)
+
+
+PASSES: tuple[Pass[Words], ...] = (Write(), WriteB(), End())
+
+
+def run(times: Times, passes: Sequence[Pass[Words]] = PASSES, **how: Any) -> tuple[str, list[str], list[str], Any]:
+    """The text taken, those that were ended, the names of the variants, and the reports."""
+    log: list[str] = []
+    candidate, variants = run_passes(Words("", times, log, (fx.Graph(),)), passes, None, **how)
+    return candidate.program.text, log, [v.name for v in variants], candidate.reports
+
+
+def test_alternatives_are_tried_until_they_are_no_faster_and_the_fastest_is_rewritten_further() -> None:
+    text, log, names, reports = run(SLOW)
+    assert log == ["", "a2", "a4", "a2b"]  # not a8, and nothing after what is slow
+    assert text == "a2b!"
+    assert names == ["as it is", "a2", "a4", "a2, b"]
+    assert reports["write"] == (Note("a2"),)
+
+
+def test_a_program_that_is_little_slower_is_rewritten_too() -> None:
+    text, log, _, reports = run({"": 100.0, "a2": 101.0, "b": 70.0, "a2b": 90.0})
+    assert log == ["", "a2", "b", "a2b"]
+    assert text == "b!"
+    (note,) = reports["write"]
+    assert "left: the program is not faster with it" in note.text
+
+
+def test_equal_programs_stay_as_they_are_and_a_rewrite_has_to_gain_enough() -> None:
+    equal = dict.fromkeys(("", "a2", "b", "a2b"), 100.0)
+    assert run(equal)[0] == "!"
+    assert run({**equal, "b": 95.0}, least_gain=0.08)[0] == "!"
+    assert run({**equal, "b": 90.0}, least_gain=0.08)[0] == "b!"
+
+
+def test_under_a_cap_every_alternative_is_tried_until_a_program_fits() -> None:
+    times = {"": math.inf, "a2": math.inf, "a4": 90.0, "a8": 95.0, "b": math.inf, "a4b": 80.0}
+    text, log, names, _ = run(times)
+    assert log == ["", "a2", "a4", "a8", "b", "a4b"]
+    assert text == "a4b!"
+    assert names == ["as it is", "a2", "a4", "a8", "b", "a4, b"]
+    with pytest.raises(NoOrderError):
+        run(dict.fromkeys(("", "a2", "a4", "a8", "b", "a8b", "a2b"), math.inf))
+
+
+def test_a_pass_that_changes_nothing_adds_no_program_and_reports_so() -> None:
+    text, log, names, reports = run({"": 10.0}, (Write(not_after=""), WriteB(not_after=""), End()))
+    assert (text, log, names) == ("!", [""], [])
+    assert reports["write"] == reports["write b"] == (Note("nothing to write"),)
+
+
+def test_what_a_pass_breaks_is_an_error() -> None:
+    with pytest.raises(VerifyError):
+        run({"": 1.0}, (Write(texts=("broken",)), End()))
+
+
+def test_programs_that_time_does_not_suffice_for_are_named() -> None:
+    text, log, names, _ = run(SLOW, budget=Budget(-1.0))
+    assert (text, log) == ("!", [""])
+    assert names == ["as it is", "a2", "a4", "a8", "b"]
+
+
+def test_processes_decide_together() -> None:
+    """The clock of another process counts as well."""
+    text, _, _, _ = run(SLOW, budget=Budget(1e9, lambda late: (late, 1)))
+    assert text == "!"
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> CacheEntry:
+    return CacheEntry(tmp_path / "passes", "a program", ".json")
+
+
+def test_the_next_start_takes_the_same_program_without_a_search(entry: CacheEntry) -> None:
+    first = run(SLOW, recall=Recall(entry))
+    text, log, names, _ = run(SLOW, recall=Recall(entry))
+    assert log == ["a2b"]
+    assert (text, names) == (first[0], first[2])
+    choice = Recall(entry).read()
+    assert choice is not None
+    assert choice.path == (0, 0)
+    assert Choice.of(choice.text()) == choice
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda choice: replace(choice, seconds=61.0),
+        lambda choice: replace(choice, path=(7, 0)),
+        lambda choice: replace(choice, path=(-3,)),
+        lambda choice: replace(choice, path=()),
+    ],
+    ids=["other seconds", "no such alternative", "no such index", "another program"],
+)
+def test_a_choice_that_does_not_hold_is_made_anew(entry: CacheEntry, change: Callable[[Choice], Choice]) -> None:
+    run(SLOW, recall=Recall(entry))
+    choice = Recall(entry).read()
+    assert choice is not None
+    entry.write(change(choice).text())
+    assert run(SLOW, recall=Recall(entry))[0] == "a2b!"
+    assert Recall(entry).read() == choice
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"path": "x"}', '{"path": [0], "seconds": 1, "variants": [1]}'])
+def test_a_text_that_is_no_choice_is_ignored(entry: CacheEntry, text: str) -> None:
+    entry.write(text)
+    assert Recall(entry).read() is None
+    assert run(SLOW, recall=Recall(entry))[0] == "a2b!"
+
+
+def test_a_choice_counts_only_if_all_processes_have_it(entry: CacheEntry) -> None:
+    run(SLOW, recall=Recall(entry))
+    assert len(run(SLOW, recall=Recall(entry, lambda mark: (mark, 0)))[1]) == 4
+    assert len(run(SLOW, recall=Recall(entry, lambda mark: (mark, mark)))[1]) == 1
+
+
+def test_a_search_that_was_cut_short_is_not_stored(entry: CacheEntry) -> None:
+    run(SLOW, recall=Recall(entry), budget=Budget(-1.0))
+    assert Recall(entry).read() is None
+    Recall(entry).write(Choice((), 1.0, (ProgramVariant("as it is", 1.0),)))
+    assert Recall(entry).read() is not None
