@@ -91,10 +91,11 @@ def test_an_entry_of_another_format_is_not_used(tmp_path: Path) -> None:
 
 
 def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
-    """Compile without a profile five times: measured, kept, damaged, on another link, and not to be measured."""
+    """Compile without a profile: measured, kept, damaged, on another link, under load, and not to be measured."""
     torch.set_default_dtype(torch.float64)  # which scripts set, and what is measured is float32 all the same
     os.environ["MESHWEAVE_CACHE"] = directory
     automatic.BRIEF, automatic._MOST_DRIFT = SHORT, 1e3  # type: ignore[misc]
+    automatic._LEAST_DRIFTS.update(gather=1e-3, matmul=1e-3)
     is_first = dist.get_rank() == 0
     stages: list[str] = []
 
@@ -124,6 +125,8 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
         assert entry.write(slow) == ""
     dist.barrier()
     origins.append(compiled().program.costs_from)
+    automatic._drifts = lambda *known: {"gather": 1.0, "matmul": 1e-4}
+    origins.append(compiled().program.costs_from)
     for path in Path(directory, "profiles").glob("*.toml"):
         path.unlink(missing_ok=True)
     dist.barrier()
@@ -152,11 +155,12 @@ def test_a_job_measures_once_and_again_where_what_is_kept_is_not_to_be_used(
         "calibrate: compute beside communication",
     ]
     assert first["again"] == []
-    measured, kept, damaged, changed, impossible = first["origins"]
+    measured, kept, damaged, changed, loaded, impossible = first["origins"]
     assert re.match(r"measured on this machine in \d+ s, cached in ", measured)
     assert re.match(r"measured on this machine: \d+-.*, cached in ", kept)
     assert re.match(r"measured on this machine in \d+ s \(.* is damaged\), cached in ", damaged)
     assert re.match(r"measured on this machine in \d+ s \(a gather takes .* times as long as .* says\)", changed)
+    assert re.match(r"measured on this machine in \d+ s \(a matmul takes 0.0001 times as long as .* says\)", loaded)
     assert impossible == "alpha-beta: this machine could not be measured (MeshweaveError: no clock)"
     assert first["costs"] == str(AlphaBeta())
     assert [o.partition(" s")[2] for o in second["origins"]] == [o.partition(" s")[2] for o in first["origins"]]

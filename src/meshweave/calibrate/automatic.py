@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from meshweave.calibrate.cases import Pool, matmul_case
 from meshweave.calibrate.links import LinkTimer, Place, lead_of, local_bytes_of
 from meshweave.calibrate.measure import BRIEF, calibrate, peers_of
-from meshweave.calibrate.ops import Effort, typical
+from meshweave.calibrate.ops import Effort, time_ops, typical
 from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile, profile_of_device
@@ -29,11 +30,14 @@ from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
 FORMAT = 4  # version of the cache; change it when collectives or matmuls are implemented differently
-# The cache is used if a gather takes between 1/4 and 4 times its stated time: 1 and 10 Gbit/s differ by more (8 to 10
-# times), load of other users mostly by less.
+# The cache is used if a gather and a matmul take between 1/4 and 4 times their stated time: 1 and 10 Gbit/s differ by more
+# (8 to 10 times), load of other users mostly by less. No load makes a matmul faster: if it is, the profile was measured
+# beside other work. (Gathers on an idle machine vary by a factor of 2.)
 _MOST_DRIFT = 4.0
+_LEAST_DRIFTS = {"gather": 1 / 4, "matmul": 1 / 1.6}
 _PROBE_BYTES = 1 << 20
 _PROBE = Effort(5, 0.5, most_seconds=0.5)
+_PROBE_SIZE = 512  # of a square matmul
 T = TypeVar("T")
 
 
@@ -99,6 +103,7 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_eager: bool
     known = profile_of_device(next(iter(names))) if len(names) == 1 else None
     if known is not None:
         return ChosenCosts(load_profile(known), f"profile {known}, of devices named {seats[0].device}")
+    libraries = Libraries(all(seat.library == ONEDNN for seat in seats))
     entry = CacheEntry(cache_directory() / "profiles", _key(seats))
     is_first = dist.get_rank() == 0
     with entry.lock() if is_first else nullcontext():
@@ -106,11 +111,11 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_eager: bool
             text, trouble = _gathered(_kept(entry) if is_first else ("", ""))[0]
         if text:
             profile = _parsed(text)
-            drift = _drift(profile, world)
-            if 1 / _MOST_DRIFT <= drift <= _MOST_DRIFT:
+            drifts = _drifts(profile, world, libraries)
+            wrong = [name for name, drift in drifts.items() if not _LEAST_DRIFTS[name] <= drift <= _MOST_DRIFT]
+            if not wrong:
                 return ChosenCosts(profile, f"measured on this machine: {profile.version}, cached in {entry.path}")
-            trouble = f"a gather takes {drift:.2g} times as long as {entry.path} says"
-        libraries = Libraries(all(seat.library == ONEDNN for seat in seats))
+            trouble = f"a {wrong[0]} takes {drifts[wrong[0]]:.2g} times as long as {entry.path} says"
         return _measured(world, entry, trouble, progress, libraries)
 
 
@@ -156,8 +161,8 @@ def _measured(
     return ChosenCosts(_parsed(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
 
 
-def _drift(profile: MachineProfile, world: ClusterWorld) -> float:
-    """Measured time of a gather over all ranks relative to the profile."""
+def _drifts(profile: MachineProfile, world: ClusterWorld, libraries: Libraries) -> dict[str, float]:
+    """Measured times of a gather over all ranks and of a matmul, relative to the profile."""
     place = Place("", world.mesh.num_devices, world.mesh, world.mesh.axis_names)
     size = local_bytes_of("all_gather", place.size, _PROBE_BYTES)
     with world.guard():
@@ -165,8 +170,13 @@ def _drift(profile: MachineProfile, world: ClusterWorld) -> float:
         start = links.start(place, "all_gather", size)
         links.sample(start, 1)
         turns = _PROBE.turns(_PROBE.rounds, time.perf_counter(), links.peers)
-        (median,) = links.peers.most([typical([links.sample(start, 1, lead_of(_PROBE_BYTES)) for _ in turns])])
-    return median / profile.seconds("all_gather", world.mesh, place.axes, size)
+        (gather,) = links.peers.most([typical([links.sample(start, 1, lead_of(_PROBE_BYTES)) for _ in turns])])
+        case = matmul_case(Pool(world.device, 4 * _PROBE_BYTES), (_PROBE_SIZE,) * 3, torch.float32, libraries)
+        (matmul,) = time_ops([case], world.device, _PROBE, links.peers)
+    return {
+        "gather": gather / profile.seconds("all_gather", world.mesh, place.axes, size),
+        "matmul": matmul.seconds / profile.compute_seconds(matmul.work),
+    }
 
 
 def _key(seats: Sequence[Seat]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -73,22 +74,20 @@ SHAPES = (
 
 
 def matmul_cases(pool: Pool, grids: Iterable[Grid], libraries: Libraries) -> Iterator[OpCase]:
-    """Matmuls with the operands of a step: x @ w^T forward, g @ w and g^T @ x backward, in turn."""
-
-    def case(m: int, n: int, k: int, dtype: torch.dtype, is_held_out: bool = False) -> OpCase:
-        factors = _factors(pool, m, n, k, dtype)
-        kernels = tuple(libraries.product(*pair) for pair in factors)
-        label = f"matmul {str(dtype).removeprefix('torch.')}"
-        return OpCase(label, aten.mm.default, factors, is_held_out, kernels=kernels)
-
+    """Matmuls of all sizes of the grids."""
     for grid in grids:
-        for m, n, k in product(grid.sizes, repeat=3):
-            if 2.0 * m * n * k <= grid.max_flops:
-                yield case(m, n, k, grid.dtype)
-        for m, n, k in _VECTORS if grid.max_flops > 2.0 * 2048**2 else ():
-            yield case(m, n, k, grid.dtype)
-        for m, n, k in grid.held_out:
-            yield case(m, n, k, grid.dtype, True)
+        every = ((m, n, k) for m, n, k in product(grid.sizes, repeat=3))
+        sizes = [each for each in every if 2.0 * math.prod(each) <= grid.max_flops]
+        sizes += _VECTORS if grid.max_flops > 2.0 * 2048**2 else ()
+        yield from (matmul_case(pool, each, grid.dtype, libraries) for each in sizes)
+        yield from (replace(matmul_case(pool, each, grid.dtype, libraries), is_held_out=True) for each in grid.held_out)
+
+
+def matmul_case(pool: Pool, size: tuple[int, int, int], dtype: torch.dtype, libraries: Libraries) -> OpCase:
+    """A matmul of m, n and k, with the operands of a step: x @ w^T forward, g @ w and g^T @ x backward, in turn."""
+    factors = _factors(pool, *size, dtype)
+    kernels = tuple(libraries.product(*pair) for pair in factors)
+    return OpCase(f"matmul {str(dtype).removeprefix('torch.')}", aten.mm.default, factors, kernels=kernels)
 
 
 def _factors(pool: Pool, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:
