@@ -127,11 +127,11 @@ def variants(case: Case, num_ranks: int) -> tuple[dict[str, Any], dict[str, Any]
     return found, shapes
 
 
-def only(case: Case, way: str, *num_chunks: int) -> Any:
+def only(case: Case, scheme: str, *num_chunks: int) -> Any:
     """Options that have one way for the collective of a case."""
     from meshweave.rings import DecomposeOptions
 
-    ways: dict[str, Any] = {"all_gather": ("direct",) if case.kind == FOLLOWED else (), case.op: (way,)}
+    ways: dict[str, Any] = {"all_gather": ("direct",) if case.kind == FOLLOWED else (), case.op: (scheme,)}
     return DecomposeOptions(num_chunks=num_chunks, **ways)
 
 
@@ -145,15 +145,15 @@ def gate(case: Case, profile: Any, found: dict[str, Any]) -> dict[str, Any]:
 
     whole, prices = found[WHOLE], {}
     for name in found:
-        way, *chunks = name.split()
+        scheme, *chunks = name.split()
         if name != WHOLE:
-            prices[name] = priced(decompose(whole, profile, only(case, way, *map(int, chunks)))[1].rows)
+            prices[name] = priced(decompose(whole, profile, only(case, scheme, *map(int, chunks)))[1].rows)
     made, report = decompose(whole, profile)
     first = report.rows[0]
     if not report.num_taken:
         choice = WHOLE
     else:
-        own = ", then ".join(row.way for row in report.rows if row.is_taken)
+        own = ", then ".join(row.scheme for row in report.rows if row.is_taken)
         choice = next((name for name, role in found.items() if role.text() == made.text()), own)
         found[choice] = made
         prices[choice] = priced(report.rows)

@@ -189,8 +189,8 @@ def _with_choices(
         return like.resolved
     units, homes = infer_units(captured), map_devices(captured, resolved.homes, mesh)
 
-    def place_with(found: Resolved) -> StepGraph:
-        return placing(captured, decide(found, captured, mesh, units, homes))
+    def place_with(resolved_choice: Resolved) -> StepGraph:
+        return placing(captured, decide(resolved_choice, captured, mesh, units, homes))
 
     # Without a plan, operators in the model keep the axes that they use.
     for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):

@@ -31,14 +31,17 @@ def built_in_chunks(build: Build, step: StepGraph, pipeline: Pipeline, costs: Co
     if split is None or not has_experts(step):
         return build(step, pipeline)
     began = time.monotonic()
-    ways = [(way.label, *split_captured(step, way.num_chunks[0], num_devices)) for way in split.alternatives]
-    chunked = [(label, written, report) for label, written, report in ways if written is not None]
+    rewrites = [
+        (alternative.label, *split_captured(step, alternative.num_chunks[0], num_devices))
+        for alternative in split.alternatives
+    ]
+    chunked = [(label, written, report) for label, written, report in rewrites if written is not None]
     rest = pipeline.without(split.name)
     if not split.is_compared:
         for label, written, report in chunked:
             return _named(build(verify_step(written), rest), label, report)
     whole = _built(build, step, pipeline)
-    tried = [(AS_IT_IS, whole, ways[-1][2])]
+    tried = [(AS_IT_IS, whole, rewrites[-1][2])]
     for label, written, report in chunked:
         if not pipeline.budget.is_over(began):
             tried.append((label, _built(build, verify_step(written), rest), report))

@@ -69,7 +69,7 @@ def test_experts_between_two_all_to_alls(n: int) -> None:
     assert shapes_of(made, permute) == [(EXPERTS, TOKENS, WIDTH)] * 2 * (n - 1)
     assert count(made, local_ops.join_chunks) == 1
     first, second = report.rows
-    assert (first.is_taken, first.way, first.op, first.num_steps) == (True, "peer", "all_to_all", n)
+    assert (first.is_taken, first.scheme, first.op, first.num_steps) == (True, "peer", "all_to_all", n)
     assert first.matmuls == ("bmm_default", "bmm_default_1")
     assert first.numerics.startswith("exact: every element is moved once")
     assert second.is_taken

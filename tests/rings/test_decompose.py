@@ -97,7 +97,7 @@ def test_a_gather_before_a_matmul_becomes_a_ring(name: str, n: int) -> None:
     assert shapes_of(made, MM) == [(24 // n, 5)] * n
     assert shapes_of(made, local_ops.join_chunks) == [(24, 5)]
     (row,) = report.rows
-    assert (row.is_taken, row.way, row.op, row.group, row.num_steps) == (True, name, "all_gather", "d", n)
+    assert (row.is_taken, row.scheme, row.op, row.group, row.num_steps) == (True, name, "all_gather", "d", n)
     assert row.matmuls == ("mm_default",)
     assert row.numerics.startswith("exact: every element is moved once")
     assert report.num_taken == 1
@@ -352,7 +352,7 @@ def test_a_matmul_before_a_reduce_scatter_becomes_a_ring(name: str, n: int) -> N
     assert num_permutes(made) == n - 1
     assert shapes_of(made, MM) == [(24 // n, 5)] * n
     (row,) = report.rows
-    assert (row.is_taken, row.way, row.op, row.matmuls) == (True, name, "reduce_scatter", ("mm_default",))
+    assert (row.is_taken, row.scheme, row.op, row.matmuls) == (True, name, "reduce_scatter", ("mm_default",))
     sends = [i for i, kind in enumerate(order(made, permute, MM)) if kind == "permute"]
     assert sends == [1 + 2 * i for i in range(n - 1)]  # the product of a chunk, its message, the next product
 
@@ -527,7 +527,7 @@ def test_an_all_reduce_becomes_a_ring_on_both_sides(scatter: str, gather: str, s
     made, report = check(
         program(mw.Mesh("a=2,d=4"), inputs, build), always(all_reduce=scatter, all_gather=gather), **values
     )
-    assert [(row.op, row.way, row.is_taken) for row in report.rows] == [
+    assert [(row.op, row.scheme, row.is_taken) for row in report.rows] == [
         ("all_reduce", scatter, True),
         ("all_gather", gather, True),
     ]
@@ -744,7 +744,7 @@ def test_the_gate_is_right(shape: tuple[int, int, int], n: int) -> None:
     profile, before = mw.load_profile("h100"), simulated(large(*shape, n))
     chosen = simulated(decompose(large(*shape, n), profile)[0])
     ways = [always(all_gather="direct"), *(always(all_gather="pipelined", num_chunks=(c,)) for c in (2, 4, 8))]
-    others = [simulated(decompose(large(*shape, n), None, way)[0]) for way in ways]
+    others = [simulated(decompose(large(*shape, n), None, scheme)[0]) for scheme in ways]
     assert chosen <= 1.05 * min(before, *others)
 
 
@@ -798,8 +798,8 @@ def simulated(role: RankGraph) -> float:
 @pytest.mark.parametrize("name", ["direct", "ring", "pipelined"])
 def test_virtual_devices_on_one_gpu_give_the_same(name: str) -> None:
     for role, values, kind in ((*rows_times(4), "all_gather"), (*products(4), "reduce_scatter")):
-        way = {"ring": "cyclic"}.get(name, name) if kind == "all_gather" else name
-        made, _ = decompose(role, None, always(**{kind: way}, num_chunks=(2,)))
+        scheme = {"ring": "cyclic"}.get(name, name) if kind == "all_gather" else name
+        made, _ = decompose(role, None, always(**{kind: scheme}, num_chunks=(2,)))
         expected, found = run(role, values), run(made, values, LocalWorld(role.mesh, "cuda"))
         assert all(torch.equal(out[0].cpu(), expected[device][0]) for device, out in found.items())
 

@@ -95,7 +95,7 @@ def test_column_and_row_parallel_linears_forward_and_backward(name: str, n: int,
     for key, value in step.gradients().items():
         assert torch.equal(value, expected[key]), key
     before, after = plain.program.rank, step.program.rank
-    taken = Counter(row.op for row in report.rows if row.is_taken and row.way != "shared")
+    taken = Counter(row.op for row in report.rows if row.is_taken and row.scheme != "shared")
     kinds = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_reduce": REDUCE}
     assert taken["all_gather"] >= 2
     assert taken["reduce_scatter"] >= 1
@@ -153,11 +153,11 @@ def test_gathers_of_one_value_are_shared() -> None:
     model, batch, loss = hugging_face("llama", batch=1, heads=4)
     (role,) = mw.compile(model, loss=loss, example=batch, mesh="tp=2", plan=SEQUENCE).program.roles
     made, report = decompose(role, None, ALWAYS)
-    shared = [row for row in report.rows if row.way == "shared"]
+    shared = [row for row in report.rows if row.scheme == "shared"]
     assert len(shared) > 4
     assert all(row.is_taken and "gathers the same" in row.reason for row in shared)
     _, apart = decompose(role, None, replace(ALWAYS, share=False))
-    assert not any(row.way == "shared" for row in apart.rows)
+    assert not any(row.scheme == "shared" for row in apart.rows)
     full = inputs_of([role])
     expected, found = run_devices([role], full), run_devices([made], full)
     for key, value in expected.items():

@@ -134,9 +134,9 @@ class _BucketWriter:
                     part.meta.setdefault(key, value)
             wait.replace_all_uses_with(part)
             reading.graph.erase_node(wait)
-        for again in [user for user in part.users if user.target is WAIT]:  # its wait is done
-            again.replace_all_uses_with(part)
-            reading.graph.erase_node(again)
+        for second_wait in [user for user in part.users if user.target is WAIT]:  # its wait is done
+            second_wait.replace_all_uses_with(part)
+            reading.graph.erase_node(second_wait)
         reading.graph.erase_node(old)
 
     def call(

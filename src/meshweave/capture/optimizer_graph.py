@@ -209,7 +209,7 @@ def merged_paths(values: Values, paths: Mapping[tuple[bool, ...], Outputs]) -> O
         if len(chosen) == 1 and len(chosen[0]) == depth:
             return {k: v for k, v in paths[chosen[0]].items() if k[0] != "condition"}
         condition = paths[chosen[0]]["condition", depth, ""]
-        no, yes = (at(depth + 1, [p for p in chosen if p[depth] is way]) for way in (False, True))
+        no, yes = (at(depth + 1, [p for p in chosen if p[depth] is is_taken]) for is_taken in (False, True))
         return {k: values.merge(condition, yes[k], no[k], False) for k in yes}
 
     return at(0, list(paths))

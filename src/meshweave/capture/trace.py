@@ -237,16 +237,16 @@ class Provenance(GlobalRandom):
         """Run an op like the tracer: in a run that is compared with the trace, constants come from the same
         decompositions."""
         args = with_positions(func, args)
-        ways = [OF_OTHERS.get(str(func), func)]
+        versions = [OF_OTHERS.get(str(func), func)]
         if self.record.expected is not None and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))):
-            ways.insert(0, decomposition_table().get(func, func))
+            versions.insert(0, decomposition_table().get(func, func))
         # What is made like data is often filled with data, piece by piece: numbers are fake from the start. Masks and
         # positions stay real, so that control flow on them is decided.
         like: Any = args[0] if func in _MADE_LIKE else None
         is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
         is_fake = is_like_data or self.record.call in self.overwritten
         with self.step.fake_mode if is_fake else nullcontext():  # type: ignore[attr-defined]
-            results = (way(*args, **kwargs) for way in ways)  # a decomposition may decline
+            results = (version(*args, **kwargs) for version in versions)  # a decomposition may decline
             result = next(result for result in results if result is not NotImplemented)
         return result if func not in _UNINITIALIZED or isinstance(result, FakeTensor) else result.zero_()
 

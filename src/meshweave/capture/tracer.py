@@ -79,10 +79,10 @@ class GraphTracer(TorchDispatchMode):
             return func(*args, **kwargs)
         if not _PLAIN.issuperset(types):
             return NotImplemented
-        ways = [decomposition_table().get(func)]
+        versions = [decomposition_table().get(func)]
         if func not in _QUESTIONS and decomposes_itself(func, args, kwargs):
-            ways.append(func.decompose)
-        for decomposition in filter(None, ways):
+            versions.append(func.decompose)
+        for decomposition in filter(None, versions):
             with self:
                 result = decomposition(*args, **kwargs)
             if result is not NotImplemented:  # some decline operands that are not of their form

@@ -256,11 +256,12 @@ class RoleReplay:
         if node.target is operator.getitem:
             return self._item(node, op)
         wanted = tensor_inputs(op)
-        found = [n for n in _operands(node) if n.target not in SYMBOLS]
-        if len(found) != len(wanted):
-            raise VerifyError("has another number of operands", got=str(len(found)), expected=str(len(wanted)))
+        local_operands = [n for n in _operands(node) if n.target not in SYMBOLS]
+        if len(local_operands) != len(wanted):
+            number, expected = str(len(local_operands)), str(len(wanted))
+            raise VerifyError("has another number of operands", got=number, expected=expected)
         operands: list[Placed] = []
-        for local, needed in zip(found, wanted, strict=True):
+        for local, needed in zip(local_operands, wanted, strict=True):
             value = self.operand(local, needed)
             assert value.layout is not None, "operand() gives values in layouts"
             operands.append((spec_of(value.root), value.layout))

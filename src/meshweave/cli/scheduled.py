@@ -36,7 +36,7 @@ def gain_row(program: Program, before: Simulation, after: Simulation) -> dict[st
         ],
         "taken": program.optimized.name,
         "taken_apart": [
-            {"name": row.name, "op": row.op, "group": row.group, "way": row.way, "num_steps": row.num_steps}
+            {"name": row.name, "op": row.op, "group": row.group, "way": row.scheme, "num_steps": row.num_steps}
             | {"is_taken": row.is_taken, "reason": row.reason, "numerics": row.numerics}
             for report in program.optimized.rings
             for row in report.rows
@@ -59,9 +59,11 @@ def gain_lines(program: Program, before: Simulation, after: Simulation) -> Itera
     for i, split in enumerate(program.optimized.splits):
         yield f"  role {i}: {str(split).splitlines()[0]}"
     for i, rings in enumerate(program.optimized.rings):
-        ways = Counter(row.way for row in rings.rows if row.is_taken)
+        schemes = Counter(row.scheme for row in rings.rows if row.is_taken)
         counted = (
-            ", ".join(f"{count} {way}" for way, count in ways.items()) or rings.rows[0].reason if rings.rows else ""
+            ", ".join(f"{count} {scheme}" for scheme, count in schemes.items()) or rings.rows[0].reason
+            if rings.rows
+            else ""
         )
         yield f"  role {i}: {rings.num_taken} of {len(rings.rows)} collectives decomposed: {counted}"
     for name, reports in program.optimized.reports.items():  # the user's own passes

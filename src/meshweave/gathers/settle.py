@@ -22,7 +22,7 @@ _BACKWARD, _UPDATE = PARTS["backward"], PARTS["update"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _GradientMove:
     """A gradient's first start, and for each step of its move the nodes from its wait to the start of the next step, or
     to the gradient."""
 
@@ -38,17 +38,17 @@ def settle(role: RankGraph) -> RankGraph:
     has the unreduced gradients of a single block, not of the model. Values are exactly the same. The graph is changed
     in place and returned.
     """
-    blocks: dict[tuple[str, str], list[_Way]] = {}
-    for way in _ways(role):
-        blocks.setdefault((origin_of(way.first).phase, block_of(way.first)), []).append(way)
+    blocks: dict[tuple[str, str], list[_GradientMove]] = {}
+    for move in _gradient_moves(role):
+        blocks.setdefault((origin_of(move.first).phase, block_of(move.first)), []).append(move)
     order = list(blocks.values())
     end = _end(role)
     position = {node: i for i, node in enumerate(role.graph.nodes)}
-    for number, ways in enumerate(order):
-        for i, way in enumerate(ways):
+    for number, moves in enumerate(order):
+        for i, move in enumerate(moves):
             following: fx.Node | None = None  # the wait of the next step: a step starts before it
-            for later, leg in reversed(list(enumerate(way.legs, number + 1))):
-                anchor = _like(order[later], len(ways) - i) if later < len(order) else end
+            for later, leg in reversed(list(enumerate(move.legs, number + 1))):
+                anchor = _like(order[later], len(moves) - i) if later < len(order) else end
                 if following is not None and anchor is not None and position[following] <= position[anchor]:
                     anchor = following
                 if anchor is not None and not (anchor is end and position[leg[0]] > position[end]):
@@ -58,9 +58,9 @@ def settle(role: RankGraph) -> RankGraph:
     return role
 
 
-def _like(ways: Sequence[_Way], from_end: int) -> fx.Node:
+def _like(moves: Sequence[_GradientMove], from_end: int) -> fx.Node:
     """The start of the gradient that is the `from_end`-th last of a block, or of its first."""
-    return ways[max(0, len(ways) - from_end)].first
+    return moves[max(0, len(moves) - from_end)].first
 
 
 def _put(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int], role: RankGraph) -> None:
@@ -91,19 +91,19 @@ def _end(role: RankGraph) -> fx.Node | None:
     return next((n for n in run if origin_of(n).phase == "update"), None)
 
 
-def _ways(role: RankGraph) -> Iterator[_Way]:
+def _gradient_moves(role: RankGraph) -> Iterator[_GradientMove]:
     """The moves of gradients that begin in backward, in the order of their first starts."""
     position = {node: i for i, node in enumerate(role.graph.nodes)}
     results = next(iter(reversed(role.graph.nodes))).args[0]
-    ways: dict[fx.Node, _Way] = {}
+    moves: dict[fx.Node, _GradientMove] = {}
     for (kind, _), value in zip(role.outputs, results, strict=True):  # type: ignore[arg-type]
         if kind not in ("grad", "acc"):
             continue
         for node in _moved(value, kind):  # type: ignore[arg-type]
-            way = _way(node)
-            if way is not None and PARTS[origin_of(way.first).phase] == _BACKWARD:
-                ways[way.first] = way
-    yield from sorted(ways.values(), key=lambda way: position[way.first])
+            move = _gradient_move(node)
+            if move is not None and PARTS[origin_of(move.first).phase] == _BACKWARD:
+                moves[move.first] = move
+    yield from sorted(moves.values(), key=lambda move: position[move.first])
 
 
 def _moved(value: fx.Node, kind: str) -> Sequence[fx.Node]:
@@ -113,7 +113,7 @@ def _moved(value: fx.Node, kind: str) -> Sequence[fx.Node]:
     return [n for n in value.all_input_nodes if n.op != "placeholder" and n.target not in SYMBOLS]
 
 
-def _way(value: fx.Node) -> _Way | None:
+def _gradient_move(value: fx.Node) -> _GradientMove | None:
     """The steps of the move of a value; None if there is no communication."""
     chain: list[fx.Node] = []
     while value.op == "call_function" and len(operands := _tensors(value)) == 1:
@@ -124,7 +124,7 @@ def _way(value: fx.Node) -> _Way | None:
     if not starts:
         return None
     legs = [tuple(reversed(chain[later:start])) for later, start in pairwise(starts)]
-    return _Way(chain[starts[-1]], (*reversed(legs), tuple(reversed(chain[: starts[0]]))))
+    return _GradientMove(chain[starts[-1]], (*reversed(legs), tuple(reversed(chain[: starts[0]]))))
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:

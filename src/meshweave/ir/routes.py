@@ -46,8 +46,8 @@ class Routes:
         for message in self.messages:
             sent.setdefault(message.sender, []).append(message)
             received.setdefault(message.receiver, []).append(message)
-        object.__setattr__(self, "_sent", {device: tuple(those) for device, those in sent.items()})
-        object.__setattr__(self, "_received", {device: tuple(those) for device, those in received.items()})
+        object.__setattr__(self, "_sent", {device: tuple(routes) for device, routes in sent.items()})
+        object.__setattr__(self, "_received", {device: tuple(routes) for device, routes in received.items()})
 
     def sent_by(self, device: int) -> tuple[Message, ...]:
         """What the device sends, including to itself."""

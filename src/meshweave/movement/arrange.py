@@ -134,13 +134,13 @@ class _Arranger:
     def _rise(self, move: fx.Node) -> list[fx.Node] | None:
         """Move an operand of the ops that computed the value instead, the nearest that is cheaper to move, and repeat
         these ops where the value is needed. Returns the new move, if needed; None if nothing is cheaper."""
-        again: list[tuple[fx.Node, Assignment]] = []
+        reads: list[tuple[fx.Node, Assignment]] = []
         value, wanted = _source(move), move.meta["layout"]
         while _is_light(value) and _phase(value) == _phase(move) and self._may_pass(value, move):
             option = _giving(value, wanted)
             if option is None:
                 return None
-            again.append((value, option))
+            reads.append((value, option))
             (value,), wanted = tensor_inputs(value), option.operands[0]
             if self.price(value.meta["layout"], wanted, spec_of(value)) <= self.price_of(move) - _GAIN:
                 break
@@ -148,10 +148,10 @@ class _Arranger:
             return None
         with self.graph.inserting_before(move):
             first = copy = self._new_move(value, wanted, move)
-            for op, option in reversed(again):
+            for op, option in reversed(reads):
                 copy = self._again(op, copy, option)
         move.replace_all_uses_with(copy)
-        for unused in (move, *(op for op, _ in again)):
+        for unused in (move, *(op for op, _ in reads)):
             if not unused.users:
                 self.graph.erase_node(unused)
         return [first] if first is not value else []

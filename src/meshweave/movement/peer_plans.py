@@ -149,7 +149,7 @@ class Question:
         mesh = _bare_device_mesh(source.mesh)
         strides = tuple(prod(max(1, size) for size in shape[d + 1 :]) for d in range(len(shape)))
         meta = TensorMeta(torch.Size(shape), strides, dtype)
-        before, after = (DTensorSpec(mesh, those, tensor_meta=meta) for those in placements)
+        before, after = (DTensorSpec(mesh, members, tensor_meta=meta) for members in placements)
         return Question(source, target, shape, dtype, mesh, before, after, _devices_per_host(source.mesh, profile))
 
     def transforms(self, *, graph: bool, merged: bool) -> list[Any]:

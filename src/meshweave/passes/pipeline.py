@@ -60,7 +60,7 @@ class Pipeline:
         return replace(self, passes=(each_pass, *(other for other in self.passes if other.name != each_pass.name)))
 
     def without(self, name: str) -> Pipeline:
-        return replace(self, passes=tuple(one for one in self.passes if one.name != name))
+        return replace(self, passes=tuple(each_pass for each_pass in self.passes if each_pass.name != name))
 
     def room(self, costs: Costs) -> int | None:
         """Bytes available on a device: the cap, else the machine's memory; None if neither is known."""

@@ -157,9 +157,9 @@ def _prove_scatter(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
         for r in range(n):
             own, parts = step.chunk.at(r, n), [r]
             for earlier in step.adds:
-                chunk, those = sums[earlier][(r - steps[earlier].shift) % n]
+                chunk, contributions = sums[earlier][(r - steps[earlier].shift) % n]
                 _expect(row, n, chunk == own and bool(steps[earlier].shift), f"step {k} adds to another chunk")
-                parts += those
+                parts += contributions
             own_sums.append((own, parts))
             if not step.shift:
                 results[r].append((own, sorted(parts)))

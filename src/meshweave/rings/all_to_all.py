@@ -100,15 +100,15 @@ def rewrite_exchange(
         chunker, step = Chunker(write, shapes, number, {wait: chunk}), next(sent)
         numbers.append(number)
         result = chunker.through(operand, region.cuts)
-        for node, those in parts.items():
-            those.append(chunker.through(node, region.cuts))
+        for node, pieces in parts.items():
+            pieces.append(chunker.through(node, region.cuts))
         back = -step.shift % ring.size
         results.append(write.call(permute, write.contiguous(result), back, ring.group) if back else result)
 
     write_exchange(write, scheme.row, ring, blocks_of(write, piece, ring), consume, start)
-    for node, those in parts.items():
+    for node, pieces in parts.items():
         cut = region.cuts[node]
-        inherit(write.call(local_ops.join_chunks, those, list(numbers), cut.dim, cut.outer), node, shapes)
+        inherit(write.call(local_ops.join_chunks, pieces, list(numbers), cut.dim, cut.outer), node, shapes)
     write.follow(region.back, last)
     steps = scheme.row.steps(ring.size)
     whole = [write.wait(begun) if step.shift else begun for begun, step in zip(results, steps, strict=True)]

@@ -211,8 +211,10 @@ def exchange_estimate(
     compute, chunk = prices.along({node: cut for node, cut in region.cuts.items() if node is not wait})
     steps = _steps(ring, scheme)
     count = ring.size - 1
-    there, again = (prices.in_turn(begun, "permute", prices.bytes(begun) / ring.size, count) for begun in (start, back))
-    played = play_exchange(steps, chunk, there, again, prices.between(start, wait), prices.between(back, last))
+    there, back_again = (
+        prices.in_turn(begun, "permute", prices.bytes(begun) / ring.size, count) for begun in (start, back)
+    )
+    played = play_exchange(steps, chunk, there, back_again, prices.between(start, wait), prices.between(back, last))
     first, second = prices.collective(start), prices.collective(back)
     hidden = min(prices.between(start, wait), first.seconds) + min(prices.between(back, last), second.seconds)
     losses = prices.copy(last) + sum(map(prices.copy, region.read_outside))
@@ -222,7 +224,7 @@ def exchange_estimate(
         host=first.host + second.host,
         hidden=hidden,
         chunk=chunk,
-        message=(there.seconds + again.seconds) / 2,
+        message=(there.seconds + back_again.seconds) / 2,
         num_steps=len(steps),
         num_messages=2 * (len(steps) - 1),
         losses=losses,

@@ -18,7 +18,7 @@ class RingRow:
     group: str
     place: str
     matmuls: tuple[str, ...] = ()
-    way: str = ""
+    scheme: str = ""
     num_steps: int = 0
     seconds_before: float = 0.0
     seconds_after: float = 0.0
@@ -65,7 +65,7 @@ class DecomposeReport:
 
 def shared_row(name: str, group: str, kept: str) -> RingRow:
     reason, numerics = f"{kept} gathers the same", "exact: the same elements"
-    return RingRow(name, "all_gather", group, "", way="shared", is_taken=True, reason=reason, numerics=numerics)
+    return RingRow(name, "all_gather", group, "", scheme="shared", is_taken=True, reason=reason, numerics=numerics)
 
 
 def joined_reasons(reasons: list[str]) -> str:

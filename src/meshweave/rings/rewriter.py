@@ -33,7 +33,7 @@ from meshweave.rings.share import Shared, share_gathers
 class RingChoice:
     """A possible decomposition, and its costs."""
 
-    way: RingScheme
+    scheme: RingScheme
     chain: Downstream | Upstream | ExchangeRegion
     num_steps: int
     estimate: Estimate | None
@@ -70,7 +70,7 @@ def by_gain(margin: float) -> Pick:
         best = min(near, key=lambda choice: (choice.num_steps, -choice.gain))
         assert best.estimate is not None
         is_gain = best.gain > margin * best.estimate.before
-        return choices.index(best), "" if is_gain else no_gain_text(best.way, best.estimate)
+        return choices.index(best), "" if is_gain else no_gain_text(best.scheme, best.estimate)
 
     return pick
 
@@ -111,13 +111,13 @@ class RingRewriter:
         place = str(start.meta["origin"]) if "origin" in start.meta else place_of(start)
         if problem := self.program.refused(start):
             return RingRow(start.name, kind, str(start.args[-1]), place, reason=problem)
-        ring, ways = ring_of(self.program, start), self.ways(kind)
+        ring, schemes = ring_of(self.program, start), self.schemes(kind)
         row = RingRow(start.name, kind, ring.group, place)
-        if problem := self.refused(start, ring, ways):
+        if problem := self.refused(start, ring, schemes):
             return replace(row, reason=problem)
         order = self.order = self.order or {node: i for i, node in enumerate(self.program.graph.nodes)}
         why: list[str] = []
-        choices = list(self.choices(start, ring, ways, order, why))
+        choices = list(self.choices(start, ring, schemes, order, why))
         if not choices:
             return replace(row, reason=why[0])
         at, reason = self.pick(start, choices)
@@ -127,9 +127,9 @@ class RingRewriter:
             return replace(row, reason=reason)
         best = choices[at]
         numerics, self.order = self.rewrite(start, ring, best, order), {}
-        return replace(row, is_taken=True, reason=gain_text(best.way, best.estimate, best.more), numerics=numerics)
+        return replace(row, is_taken=True, reason=gain_text(best.scheme, best.estimate, best.more), numerics=numerics)
 
-    def ways(self, kind: str) -> list[RingScheme]:
+    def schemes(self, kind: str) -> list[RingScheme]:
         names: tuple[str, ...] = getattr(self.options, kind)
         table = "reduce_scatter" if kind == "all_reduce" else kind
         schemes = []
@@ -140,9 +140,9 @@ class RingRewriter:
                 schemes.append(RingScheme(algorithm(table, name), 0))  # type: ignore[arg-type]
         return schemes
 
-    def refused(self, start: fx.Node, ring: Ring, ways: list[RingScheme]) -> str:
+    def refused(self, start: fx.Node, ring: Ring, schemes: list[RingScheme]) -> str:
         """Why nothing is tried, if so."""
-        if not ways:
+        if not schemes:
             return "the options exclude it"
         if ring.size == 1:
             return "its group has one device: nothing moves"
@@ -153,32 +153,32 @@ class RingRewriter:
         return ""
 
     def choices(
-        self, start: fx.Node, ring: Ring, ways: list[RingScheme], order: dict[fx.Node, int], why: list[str]
+        self, start: fx.Node, ring: Ring, schemes: list[RingScheme], order: dict[fx.Node, int], why: list[str]
     ) -> Iterator[RingChoice]:
         kind = KINDS[start.target]
         self.forget()
-        for way in ways:
-            steps = way.num_chunks if way.row is None else len(way.row.steps(ring.size))
-            if way.row is not None:
-                prove(way.row, ring.size)
+        for scheme in schemes:
+            steps = scheme.num_chunks if scheme.row is None else len(scheme.row.steps(ring.size))
+            if scheme.row is not None:
+                prove(scheme.row, ring.size)
             if kind == "all_to_all" and (region := exchanged(start, ring, self.shapes, order, why)):
-                yield RingChoice(way, region, steps, self.exchange_estimate(start, region, ring, way))
+                yield RingChoice(scheme, region, steps, self.exchange_estimate(start, region, ring, scheme))
             if kind in ("all_gather", "all_to_all"):
-                chain = self.once(way.num_chunks, gathered, start, way, ring, self.shapes, order)
+                chain = self.once(scheme.num_chunks, gathered, start, scheme, ring, self.shapes, order)
                 why.append(joined_reasons(chain.why))
                 tried = variants(chain, wait_of(start), self.options.sums)
                 for variant in tried[:1] if self.options.when == "always" else tried:
-                    yield RingChoice(way, variant, steps, self.gather_estimate(start, variant, ring, way))
+                    yield RingChoice(scheme, variant, steps, self.gather_estimate(start, variant, ring, scheme))
             if kind == "all_gather":
                 continue
-            if way.row is not None and kind != "all_to_all" and start.args[1] != "sum":
+            if scheme.row is not None and kind != "all_to_all" and start.args[1] != "sum":
                 why.append(f"a {start.args[1]} cannot be decomposed into messages")
                 continue
-            producers = self.once(way.num_chunks, reduced, start, way, ring, self.shapes, order)
+            producers = self.once(scheme.num_chunks, reduced, start, scheme, ring, self.shapes, order)
             why.append(joined_reasons(producers.why))
             if producers.matmuls:
-                more = self.second_half(start, producers, ring, order) if kind == "all_reduce" and way.row else 0.0
-                yield RingChoice(way, producers, steps, self.reduce_estimate(start, producers, ring, way), more)
+                more = self.second_half(start, producers, ring, order) if kind == "all_reduce" and scheme.row else 0.0
+                yield RingChoice(scheme, producers, steps, self.reduce_estimate(start, producers, ring, scheme), more)
 
     def forget(self) -> None:
         """Forget what is valid only until the graph is rewritten."""
@@ -213,8 +213,8 @@ class RingRewriter:
         wait, (operand,) = wait_of(start), operands_of(start)
         cut = chain.cuts[operand]
         chain_after = self.once(cut, after, wait, cut, self.shapes, order)
-        ways = [scheme for scheme in self.ways("all_gather") if scheme.row is not None]
-        tried = [(variant, scheme) for scheme in ways for variant in variants(chain_after, wait, self.options.sums)]
+        schemes = [scheme for scheme in self.schemes("all_gather") if scheme.row is not None]
+        tried = [(variant, scheme) for scheme in schemes for variant in variants(chain_after, wait, self.options.sums)]
         gains = [0.0]
         for variant, scheme in tried:
             estimate = gather_estimate(self.prices, start, variant, ring, scheme, second_half=True)
@@ -235,7 +235,7 @@ class RingRewriter:
 
     def rewrite(self, start: fx.Node, ring: Ring, best: RingChoice, order: dict[fx.Node, int]) -> str:
         """Rewrite; returns the effect on values."""
-        scheme, chain, wide = best.way, best.chain, self.wide(self.dtype(start))
+        scheme, chain, wide = best.scheme, best.chain, self.wide(self.dtype(start))
         kind, wait, write, shapes = KINDS[start.target], wait_of(start), self.write, self.shapes
         write.begin(ring, _RINGS[kind])
         if not isinstance(chain, Upstream):
@@ -285,7 +285,7 @@ _RINGS: dict[str, RingKind] = {
 
 
 def described(row: RingRow, best: RingChoice) -> RingRow:
-    row = replace(row, matmuls=tuple(n.name for n in best.matmuls), way=str(best.way), num_steps=best.num_steps)
+    row = replace(row, matmuls=tuple(n.name for n in best.matmuls), scheme=str(best.scheme), num_steps=best.num_steps)
     if best.estimate is None:
         return row
     return replace(row, seconds_before=best.estimate.before, seconds_after=best.estimate.after)
@@ -293,7 +293,9 @@ def described(row: RingRow, best: RingChoice) -> RingRow:
 
 def _returned(back: fx.Node, start: fx.Node, ring: Ring, scheme: RingScheme) -> RingRow:
     reason = f"{scheme}: it returns the chunks of {start.name}, each as soon as it is computed"
-    row = RingRow(back.name, KINDS[back.target], ring.group, str(origin_of(back)), way=str(scheme), num_steps=ring.size)
+    row = RingRow(
+        back.name, KINDS[back.target], ring.group, str(origin_of(back)), scheme=str(scheme), num_steps=ring.size
+    )
     return replace(row, is_taken=True, reason=reason, numerics="exact: every element is moved once")
 
 

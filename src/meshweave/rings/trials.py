@@ -33,8 +33,8 @@ class _Aim:
     with_half: bool = False
 
     def of(self, choices: Sequence[RingChoice]) -> list[RingChoice]:
-        fitting = [choice for choice in choices if (choice.way.row is not None) == self.is_messages]
-        return [choice for choice in fitting if not self.num_chunks or choice.way.num_chunks == self.num_chunks]
+        fitting = [choice for choice in choices if (choice.scheme.row is not None) == self.is_messages]
+        return [choice for choice in fitting if not self.num_chunks or choice.scheme.num_chunks == self.num_chunks]
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ def _aims(start: fx.Node, choices: Sequence[RingChoice], margin: float) -> Itera
     """The candidates of a class: the best ring and the best number of parts by estimate, if they gain; without
     estimates, one of each kind."""
     if choices[0].estimate is None:
-        counts = dict.fromkeys(choice.way.num_chunks for choice in choices)
+        counts = dict.fromkeys(choice.scheme.num_chunks for choice in choices)
         halves = (False, True) if op_name(start.target).endswith("all_reduce") else (False,)
         yield from (_Aim(not n, n, half) for n in counts for half in halves if not (n and half))
         return

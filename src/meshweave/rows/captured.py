@@ -17,8 +17,8 @@ from meshweave.ir.graph import Specs, StepGraph, copied_graph, specs_of
 from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import FACTORIES
 from meshweave.rows.regions import Regions, regions
+from meshweave.rows.row_rules import fits
 from meshweave.rows.split import SplitReport, report_of
-from meshweave.rows.ways import fits
 from meshweave.rows.write import RowWriter
 
 _META = torch.device("meta")
@@ -47,7 +47,7 @@ def split_captured(step: StepGraph, num_chunks: int, num_devices: int) -> tuple[
         reason = f"no input of the batch has rows for {num_chunks} equal chunks on each of {num_devices} devices"
         return None, SplitReport(False, num_chunks, reason)
     chunked = regions(graph, dict.fromkeys(rows, cut))
-    if not any(node.target in BY_ROWS for node in chunked.ways):
+    if not any(node.target in BY_ROWS for node in chunked.rules):
         return None, SplitReport(False, num_chunks, _why_whole(graph, chunked))
     writer = _StepWriter(graph, chunked, fuse_sums=False)
     split = writer.run()

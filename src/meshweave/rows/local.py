@@ -10,7 +10,7 @@ from torch import fx
 from meshweave.chunks.cut import Cut, NoCut, Op, kind_of
 from meshweave.ir import local_ops
 from meshweave.ir.graph import spec_of, tensor_inputs
-from meshweave.rows.way import End, RowRule
+from meshweave.rows.row_rule import End, RowRule
 
 
 def _blocks(node: fx.Node, end: End, cut: Cut) -> RowRule:

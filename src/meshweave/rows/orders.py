@@ -20,7 +20,7 @@ from meshweave.chunks.cut import Cut, NoCut, Shape
 from meshweave.ir.collectives import WAIT, communicates
 from meshweave.ir.graph import argument, row_index, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, RANK_CHANGES, RESHAPES
-from meshweave.rows.way import End, RowRule
+from meshweave.rows.row_rule import End, RowRule
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -68,7 +68,7 @@ def needs_chunks(cut: Cut | None) -> bool:
     return isinstance(cut, (Sorted, Counted))
 
 
-def way_in_order(node: fx.Node, end: End, cut: Cut, plain: Plain) -> RowRule:
+def rule_in_order(node: fx.Node, end: End, cut: Cut, plain: Plain) -> RowRule:
     """How an op runs in chunks of rows that may be sorted; `plain` decides for unsorted rows."""
     find = _TABLE.get(node.target)
     rule = find(node, end, cut) if find is not None else None

@@ -20,29 +20,29 @@ from meshweave.ir.graph import Spec, tensor_inputs
 from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import MATMULS
 from meshweave.rows.orders import Counted, Sorted, needs_chunks
-from meshweave.rows.way import End, RowRule
-from meshweave.rows.ways import ATTENTION, fits, specs_of, way_of
+from meshweave.rows.row_rule import End, RowRule
+from meshweave.rows.row_rules import ATTENTION, fits, rule_of, specs_of
 
 
 @dataclass(slots=True)
 class Regions:
     """The parts of a graph that run in chunks.
-    `cuts`: the values that exist in chunks; `ways`: the ops that compute or join them; `refused`: the ops that stay
+    `cuts`: the values that exist in chunks; `rules`: the ops that compute or join them; `refused`: the ops that stay
     whole although an operand or the result is cut, with the reason."""
 
     count: int
     cuts: dict[fx.Node, Cut] = field(default_factory=dict)
-    ways: dict[fx.Node, RowRule] = field(default_factory=dict)
+    rules: dict[fx.Node, RowRule] = field(default_factory=dict)
     refused: dict[fx.Node, str] = field(default_factory=dict)
 
     @property
     def work(self) -> int:
         """Multiplications in the matmuls and attentions that run in chunks."""
-        return sum(work_of(node) for node in self.ways)
+        return sum(work_of(node) for node in self.rules)
 
     @property
     def num_collectives(self) -> int:
-        return sum(node.target in TABLE for node in self.ways)
+        return sum(node.target in TABLE for node in self.rules)
 
 
 def work_of(node: fx.Node) -> int:
@@ -74,7 +74,7 @@ def _needed_whole(graph: fx.Graph, settled: Regions) -> dict[fx.Node, str]:
     """The sorts in chunks whose order an op needs whole, and the reason."""
     sorts: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        for operand in node.all_input_nodes if node not in settled.ways and node not in settled.cuts else ():
+        for operand in node.all_input_nodes if node not in settled.rules and node not in settled.cuts else ():
             if isinstance(cut := settled.cuts.get(operand), Sorted):
                 reason = f"{node.name} needs all rows in order: {settled.refused.get(node, 'it is an output')}"
                 sorts |= {sort: reason for sort in cut.sorts if sort not in sorts}
@@ -121,7 +121,7 @@ def _follow(seeds: Mapping[fx.Node, Cut], changed: set[int]) -> dict[fx.Node, Cu
 
     def apply(node: fx.Node, end: End, cut: Cut) -> None:
         try:
-            rule = way_of(node, end, cut)
+            rule = rule_of(node, end, cut)
         except NoCut:
             return
         for operand, needed in zip(tensor_inputs(node), rule.operands, strict=True):
@@ -177,17 +177,17 @@ def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regio
             continue
         rule = _first(node, ends, settled)
         if rule is not None:
-            settled.ways[node] = rule
+            settled.rules[node] = rule
             settled.cuts |= {n: c for n, i in _results(node) if isinstance(c := rule.results[i], Cut)}
     _trim(graph, settled)
     return settled
 
 
 def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], settled: Regions) -> RowRule | None:
-    """The way of the first possible end; if there is none the first reason is recorded."""
+    """The rule of the first possible end; if there is none the first reason is recorded."""
     for end, cut in ends:
         try:
-            rule = _fitting(node, way_of(node, end, cut), settled.cuts)
+            rule = _fitting(node, rule_of(node, end, cut), settled.cuts)
         except NoCut as reason:
             settled.refused.setdefault(node, str(reason))
         else:
@@ -197,7 +197,7 @@ def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], settled: Regions) -> 
 
 
 def _fitting(node: fx.Node, rule: RowRule, cuts: Mapping[fx.Node, Cut]) -> RowRule:
-    """The way, if the operands in chunks have the cuts that it needs, and the results can be joined."""
+    """The rule, if the operands in chunks have the cuts that it needs, and the results can be joined."""
     operands = list(zip(tensor_inputs(node), rule.operands, strict=True))
     if node.target is WAIT and operands[0][0] not in cuts:
         raise NoCut("its communication is not in chunks")
@@ -246,19 +246,19 @@ def is_view(node: fx.Node) -> bool:
 def _trim(graph: fx.Graph, settled: Regions) -> None:
     """Removes ops whose operands are whole and whose results are only needed whole."""
     for node in reversed(list(graph.nodes)):
-        rule = settled.ways.get(node)
+        rule = settled.rules.get(node)
         if rule is None or any(o in settled.cuts for o in tensor_inputs(node)):
             continue
         results = [n for n, _ in _results(node)]
         if not any(_takes(user, n, settled) for n in results for user in n.users):
-            del settled.ways[node]
+            del settled.rules[node]
             for n in results:
                 settled.cuts.pop(n, None)
 
 
 def _takes(user: fx.Node, operand: fx.Node, settled: Regions) -> bool:
     """Whether an op takes an operand in chunks."""
-    rule = settled.ways.get(user)
+    rule = settled.rules.get(user)
     return rule is not None and any(
         n is operand and c is not None for n, c in zip(tensor_inputs(user), rule.operands, strict=True)
     )

@@ -20,7 +20,7 @@ from meshweave.ir.graph import Spec, copied_module, op_name, tensor_inputs
 from meshweave.rings.lower import rewrite_graph
 from meshweave.rows.options import SplitOptions
 from meshweave.rows.regions import Regions, regions, work_of
-from meshweave.rows.ways import ATTENTION, fits
+from meshweave.rows.row_rules import ATTENTION, fits
 from meshweave.rows.write import RowWriter
 
 aten = torch.ops.aten
@@ -153,13 +153,13 @@ def split_program(
     differs between devices of a role stay whole, and so do communications with devices of other roles.
     """
     graph, added = program.graph, _describe(program)
-    ways: list[Mapping[str, Dim] | None] = [dims]
+    choices: list[Mapping[str, Dim] | None] = [dims]
     if dims is None and program.batch is not None:
-        ways = [*_batch_rows(program, num_chunks, positions)]
-        if not ways:
+        choices = [*_batch_rows(program, num_chunks, positions)]
+        if not choices:
             reason = f"no input of the batch has rows for {num_chunks} equal chunks"
             return None, SplitReport(False, num_chunks, reason)
-    chosen = _most_communication(graph, num_chunks, ways)
+    chosen = _most_communication(graph, num_chunks, choices)
     if chosen is None or not chosen[1].num_collectives:
         reason = "no value has rows that divide into equal chunks"
         if chosen is not None:
@@ -182,13 +182,13 @@ def report_of(graph: fx.Graph, cut: Regions, writer: RowWriter, rows: str) -> Sp
         num_chunks=cut.count,
         reason="regions without dependence between rows have collectives",
         rows=rows,
-        num_split=len(cut.ways),
+        num_split=len(cut.rules),
         num_collectives=cut.num_collectives,
         work_share=cut.work / work if work else 0.0,
         num_slices=writer.num_slices,
         num_joins=writer.num_joins,
         copied_bytes=writer.copied,
-        sums=tuple(n.name for n, rule in cut.ways.items() if not any(isinstance(r, Cut) for r in rule.results)),
+        sums=tuple(n.name for n, rule in cut.rules.items() if not any(isinstance(r, Cut) for r in rule.results)),
         whole=_ends(cut),
         numerics=_numerics(writer.fuse_sums),
     )
@@ -249,11 +249,11 @@ def _has_rows(node: fx.Node, cut: Cut) -> bool:
 
 
 def _most_communication(
-    graph: fx.Graph, count: int, ways: Sequence[Mapping[str, Dim] | None]
+    graph: fx.Graph, count: int, choices: Sequence[Mapping[str, Dim] | None]
 ) -> tuple[str, Regions] | None:
     """The way to cut that has most collectives in chunks, the first of equals."""
     best: tuple[str, Regions] | None = None
-    for dims in ways:
+    for dims in choices:
         chosen = _chosen(graph, count, dims)
         if chosen is not None and (best is None or chosen[1].num_collectives > best[1].num_collectives):
             best = chosen

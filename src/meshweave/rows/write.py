@@ -19,8 +19,8 @@ from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
 from meshweave.ir.traits import RESHAPES
 from meshweave.rows.orders import Counted, Sorted
 from meshweave.rows.regions import Regions, is_view
-from meshweave.rows.way import RowRule
-from meshweave.rows.ways import PLAIN, PRODUCTS
+from meshweave.rows.row_rule import RowRule
+from meshweave.rows.row_rules import PLAIN, PRODUCTS
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -50,7 +50,7 @@ class RowWriter:
     def run(self) -> fx.Graph:
         results = {n for output in self.old.find_nodes(op="output") for n in output.all_input_nodes}
         for node in self.old.nodes:
-            rule = self.regions.ways.get(node)
+            rule = self.regions.rules.get(node)
             if rule is not None:
                 self.split(node, rule)
             elif node.target is operator.getitem and node.args[0] in self.chunks:
@@ -212,7 +212,7 @@ class RowWriter:
         """A result of an op that has several."""
         of, index = node.args
         chunks = [self.call(operator.getitem, (part, index), {}, node, c) for c, part in enumerate(self.chunks[of])]  # type: ignore[index]
-        kind = self.regions.ways[of].results[index]  # type: ignore[index]
+        kind = self.regions.rules[of].results[index]  # type: ignore[index]
         if isinstance(kind, Cut):
             self.chunks[node] = chunks
         else:

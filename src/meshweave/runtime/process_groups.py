@@ -201,10 +201,10 @@ class ClusterCommunicator:
         def finish() -> Tensor | None:
             if self.rank not in entry.target.mesh:
                 return None
-            remaining = {sender: iter(those) for sender, those in parts.items()}
+            remaining = {sender: iter(own_parts) for sender, own_parts in parts.items()}
             return receive(entry, self.rank, received, operand, lambda m: next(remaining[m.sender]), device)
 
-        return Pending(works, (*buffers, *(part for those in parts.values() for part in those)), finish)
+        return Pending(works, (*buffers, *(part for own_parts in parts.values() for part in own_parts)), finish)
 
     def permute(self, group: Group, operand: Tensor, to: int | Sequence[int]) -> Any:
         """Begin a permute in this rank's group, of operands of the same shape. The receive is posted before the send;

@@ -19,10 +19,10 @@ _LONG = 8
 def bound_of(problem: Problem) -> float:
     """Seconds that every order takes at least, with any merges; the largest of three bounds.
 
-    The critical path, where kernels between two communications run one by one (`_Ways`). The compute stream, and every
-    channel, alone: the best preemptive order of its work, between the longest path to each item and the longest path
-    from it (Jackson's rule: Carlier, European Journal of Operational Research 11, 1982). The critical path with one
-    long kernel more, at any place in it (`_beside`).
+    The critical path, where kernels between two communications run one by one (`_PathLengths`). The compute stream, and
+    every channel, alone: the best preemptive order of its work, between the longest path to each item and the longest
+    path from it (Jackson's rule: Carlier, European Journal of Operational Research 11, 1982). The critical path with
+    one long kernel more, at any place in it (`_beside`).
 
     Merging beats none of them: a merged collective takes at least as long as any part of it alone, and as long as the
     bytes of all its parts; it begins when all parts can and ends when all parts have. Start-ups that it may save are
@@ -36,9 +36,9 @@ def bound_of(problem: Problem) -> float:
     for i in range(n):
         if own[i] > 0:
             items[problem.channel[i]].append(i)  # the last list is that of the compute stream, channel -1
-    for those in items:
-        work = [own[i] - problem.startup[i] if problem.channel[i] >= 0 else own[i] for i in those]
-        longest = max(longest, _preempted([heads[i] for i in those], work, [tails[i] for i in those]))
+    for group in items:
+        work = [own[i] - problem.startup[i] if problem.channel[i] >= 0 else own[i] for i in group]
+        longest = max(longest, _preempted([heads[i] for i in group], work, [tails[i] for i in group]))
     return max(longest, _beside(problem, heads, tails, own))
 
 
@@ -50,7 +50,7 @@ def _heads(problem: Problem, own: Sequence[float]) -> list[float]:
     ]
     # The stream has passed a start when it has reached it.
     passes = [[d for d in deps if channel[d] >= 0] for deps in problem.deps]
-    return _Ways(needs, passes, own, channel).lengths(range(problem.num_items))
+    return _PathLengths(needs, passes, own, channel).lengths(range(problem.num_items))
 
 
 def _tails(problem: Problem, own: Sequence[float]) -> list[float]:
@@ -63,11 +63,11 @@ def _tails(problem: Problem, own: Sequence[float]) -> list[float]:
         for c in waits:
             users[c].append(i)
     nothing: list[list[int]] = [[]] * problem.num_items
-    return _Ways(users, nothing, own, problem.channel).lengths(range(problem.num_items - 1, -1, -1))
+    return _PathLengths(users, nothing, own, problem.channel).lengths(range(problem.num_items - 1, -1, -1))
 
 
 @dataclass(slots=True)
-class _Ways:
+class _PathLengths:
     """Lengths of paths, in seconds.
 
     `needs` are by item its finished predecessors, `passes` its begun predecessors. Kernels share a stream: any set of
@@ -153,15 +153,15 @@ def _preempted(heads: Sequence[float], work: Sequence[float], tails: Sequence[fl
     left = list(work)
     arrivals = sorted(range(len(heads)), key=lambda i: heads[i])
     ready: list[tuple[float, int]] = []
-    now, next_one, longest = 0.0, 0, 0.0
-    while ready or next_one < len(arrivals):
+    now, arrival, longest = 0.0, 0, 0.0
+    while ready or arrival < len(arrivals):
         if not ready:
-            now = max(now, heads[arrivals[next_one]])
-        while next_one < len(arrivals) and heads[arrivals[next_one]] <= now:
-            heappush(ready, (-tails[arrivals[next_one]], arrivals[next_one]))
-            next_one += 1
+            now = max(now, heads[arrivals[arrival]])
+        while arrival < len(arrivals) and heads[arrivals[arrival]] <= now:
+            heappush(ready, (-tails[arrivals[arrival]], arrivals[arrival]))
+            arrival += 1
         tail, i = ready[0]
-        until = heads[arrivals[next_one]] if next_one < len(arrivals) else float("inf")
+        until = heads[arrivals[arrival]] if arrival < len(arrivals) else float("inf")
         if now + left[i] <= until:
             now += left[i]
             heappop(ready)

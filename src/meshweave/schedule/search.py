@@ -52,7 +52,7 @@ _AGAIN = 6000  # items that are scheduled again on each rung, by the fastest met
 _ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and copies
 
 
-Way = tuple[Policy, bool]  # how an order is computed: a policy, and whether on folded items
+Method = tuple[Policy, bool]  # how an order is computed: a policy, and whether on folded items
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,18 @@ class OrderSearch:
             self.judge(name, self.shape(()), order)
         usual = self.judged[0].peak
         self.seek(usual)
-        ways = self.fastest()
-        lean = (*ways[:2], *((str(policy), self.shape(()), policy) for policy in _SHORT))
+        methods = self.fastest()
+        lean = (*methods[:2], *((str(policy), self.shape(()), policy) for policy in _SHORT))
         room = int(usual * _STEP)
-        while room and self.again(room, lean):
+        while room and self.retry(room, lean):
             room = int(room * _STEP)
-        self.again(usual, ways)
+        self.retry(usual, methods)
         for part in _RUNGS:
-            rung = max(usual * part, min(span[1] for attempt in ways if (span := self.span(attempt))))
+            rung = max(usual * part, min(span[1] for attempt in methods if (span := self.span(attempt))))
             if rung > self.cap or rung == inf:
                 break
-            self.again(int(rung), ways)
-        self.again(inf, ways)
+            self.retry(int(rung), methods)
+        self.retry(inf, methods)
         if not self.feasible:
             self.seek(room)
             self.least = min(self.judged, key=lambda c: c.peak)
@@ -134,8 +134,8 @@ class OrderSearch:
     def seek(self, room: float) -> None:
         """Search orders and buckets under so many bytes."""
         self.room = room
-        ways = self.ways().items()
-        tried = [self.schedule(name, self.shape((), is_folded=folds), policy) for name, (policy, folds) in ways]
+        methods = self.methods().items()
+        tried = [self.schedule(name, self.shape((), is_folded=folds), policy) for name, (policy, folds) in methods]
         if all(c.peak > room for c in tried):
             self.save_memory(self.shape(()))
         if self.is_bucketing and self.merger.kinds:
@@ -143,13 +143,13 @@ class OrderSearch:
         for policy in _CAREFUL:
             self.schedule(str(policy), self.shape(self.best().merged.buckets), policy)
 
-    def again(self, room: float, ways: Sequence[tuple[str, _Shape, Policy]]) -> bool:
+    def retry(self, room: float, methods: Sequence[tuple[str, _Shape, Policy]]) -> bool:
         """Search orders by some methods under another limit, if memory was the constraint; returns whether any fits."""
         self.room = room
-        rest = [attempt for attempt in ways if not self.span(attempt)]
+        rest = [attempt for attempt in methods if not self.span(attempt)]
         where = f"in {room / 1e9:.3f} GB" if room < inf else "without a cap"
         tried = [self.schedule(f"{name}, {where}", shape, policy) for name, shape, policy in rest]
-        return len(rest) < len(ways) or any(c.peak <= room for c in tried)
+        return len(rest) < len(methods) or any(c.peak <= room for c in tried)
 
     def span(self, attempt: tuple[str, _Shape, Policy]) -> tuple[float, float] | None:
         """The range of memory in which a method gives the present order; None if unknown."""
@@ -170,7 +170,7 @@ class OrderSearch:
             distinct |= {(id(shape), policy): (c.name, shape, policy) for c, shape, policy in fitting[:most]}
         return list(distinct.values())
 
-    def ways(self) -> dict[str, Way]:
+    def methods(self) -> dict[str, Method]:
         """How the graph is scheduled without buckets: a policy, and whether on folded items."""
         policies = {str(policy): (policy, True) for policy in _POLICIES}
         policies |= {f"{policy}, nothing folded": (policy, False) for policy in (*_POLICIES, *_FREE)}
@@ -240,13 +240,13 @@ class OrderSearch:
         sizes = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
         return tuple(sorted({min(size, self.most_bytes) for size in sizes}))
 
-    def sized(self, gathers: float, reductions: float, ways: Sequence[Way] = ()) -> float:
+    def sized(self, gathers: float, reductions: float, methods: Sequence[Method] = ()) -> float:
         """Schedule buckets of these sizes, by `ways` or the leading methods; returns the seconds."""
         gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
         buckets = self.merger.buckets(gathers, reductions, _RAMP if self.is_busy and not self.is_small else 0)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
-            self.bucketed[buckets] = min(c.seconds[0] for c in self.all_ways(name, buckets, ways))
+            self.bucketed[buckets] = min(c.seconds[0] for c in self.by_methods(name, buckets, methods))
             if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good on slower links
                 self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
         self.tried[gathers, reductions] = self.bucketed[buckets]
@@ -261,32 +261,36 @@ class OrderSearch:
     def resize(self) -> None:
         """Other sizes for gathers than for reductions, while that helps."""
         (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
-        ways = self.fastest_way()
+        methods = self.fastest_method()
         while True:
             around = ((gathers, 2 * reductions), (gathers / 1.5, reductions), (gathers, reductions / 1.5))
-            seconds, *sizes = min((self.sized(g, r, ways), g, r) for g, r in around)
+            seconds, *sizes = min((self.sized(g, r, methods), g, r) for g, r in around)
             if seconds >= best * (1 - _ENOUGH):
                 return
             best, (gathers, reductions) = seconds, sizes
 
-    def fastest_way(self) -> tuple[Way, ...]:
+    def fastest_method(self) -> tuple[Method, ...]:
         """The method of the fastest order with buckets so far, if any."""
         bucketed = [attempt for attempt in self.attempts if attempt[0].merged.buckets and attempt[0].peak <= self.room]
         fastest = min(bucketed, key=lambda attempt: attempt[0].seconds[0], default=None)
         return ((fastest[2], fastest[1].is_folded),) if fastest else ()
 
-    def all_ways(self, name: str, buckets: tuple[Bucket, ...], ways: Sequence[Way] = ()) -> list[OrderCandidate]:
+    def by_methods(
+        self, name: str, buckets: tuple[Bucket, ...], methods: Sequence[Method] = ()
+    ) -> list[OrderCandidate]:
         """Schedule a set of buckets by `ways`, or by the best methods without buckets."""
         return [
             self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
-            for policy, is_folded in ways or self.leading()
+            for policy, is_folded in methods or self.leading()
         ]
 
-    def leading(self) -> list[Way]:
+    def leading(self) -> list[Method]:
         """The best policies without buckets, and whether on folded items; ties go to the first."""
-        ways = self.ways()
-        ranked = sorted((c for c in self.judged if c.name in ways and c.peak <= self.room), key=lambda c: c.seconds[0])
-        distinct = {round(c.seconds[0], 9): ways[c.name] for c in reversed(ranked)}
+        methods = self.methods()
+        ranked = sorted(
+            (c for c in self.judged if c.name in methods and c.peak <= self.room), key=lambda c: c.seconds[0]
+        )
+        distinct = {round(c.seconds[0], 9): methods[c.name] for c in reversed(ranked)}
         best = list(dict.fromkeys(reversed(distinct.values()))) or [(_POLICIES[0], True)]
         return best[: 3 if self.is_small else 2]
 
@@ -302,7 +306,7 @@ class OrderSearch:
                 left -= self.merger.reading.problem.num_items
                 if left < 0:
                     return
-                self.all_ways("single merges", buckets)
+                self.by_methods("single merges", buckets)
                 tried += 1
             better = self.best()
             if not tried or better is current:

@@ -178,8 +178,11 @@ def _carrying(
     caps = [report.cap_bytes for report in plain.reports]
     best, tried, num_worse = plain, list[str](), 0
     for count in _counts(wanted, max(map(len, blocks))):
-        chosen = [held[:count] for held in blocks]
-        carrying = [carried(r, [g for b in held for g in b.gathered]) for r, held in zip(roles, chosen, strict=True)]
+        chosen = [gathered_blocks[:count] for gathered_blocks in blocks]
+        carrying = [
+            carried(r, [g for b in gathered_blocks for g in b.gathered])
+            for r, gathered_blocks in zip(roles, chosen, strict=True)
+        ]
         try:
             ordered = _ordered(carrying, profile, how, microbatches, tasks_of(carrying, profile), caps)
         except NoOrderError:
@@ -190,7 +193,7 @@ def _carrying(
         tried.append(f"{count} blocks it takes {ordered.seconds * 1e3:.3f} ms")
         num_worse = num_worse + 1 if ordered.seconds > best.seconds * (1 - _ENOUGH) else 0
         if ordered.seconds < best.seconds or wanted != "auto":
-            notes = [_told(held, plain, ordered, microbatches) for held in chosen]
+            notes = [_carry_note(gathered_blocks, plain, ordered, microbatches) for gathered_blocks in chosen]
             rows = zip(ordered.reports, plain.reports, notes, strict=True)
             best = replace(ordered, reports=tuple(_since(*row) for row in rows))
         if num_worse == _PATIENCE:
@@ -209,7 +212,7 @@ def _counts(wanted: int | str, most: int) -> list[int]:
     return [*counts, most] if most else []
 
 
-def _told(blocks: Sequence[GatheredBlock], plain: OrderedRoles, ordered: OrderedRoles, microbatches: int) -> str:
+def _carry_note(blocks: Sequence[GatheredBlock], plain: OrderedRoles, ordered: OrderedRoles, microbatches: int) -> str:
     """What a role carries over from the previous step, and the gain."""
     if not blocks:
         return "nothing is carried over from the previous step"

@@ -182,8 +182,8 @@ class _BalanceWriter:
             return factor in loops and (is_square or not node.args[_CAUSAL_AT[node.target]])
         if factor in rule.whole:
             return False
-        way = "" if node.target is ours.pin.default else row_for(node).localize
-        return way not in _IN_ORDER and factor not in _looked_up(node, rule, way)
+        localize = "" if node.target is ours.pin.default else row_for(node).localize
+        return localize not in _IN_ORDER and factor not in _looked_up(node, rule, localize)
 
     def _written(self, node: fx.Node, rule: Rule | None, ordered: _In) -> fx.Node:
         """The op on operands that are in the new order along some loops."""
@@ -210,11 +210,11 @@ class _BalanceWriter:
         """The value with exactly these of its dims in the new order."""
         known = self.versions[node]
         if dims not in known:
-            again = self._made_again(node, dims) if dims > self.usual[node] else None
-            known[dims] = again if again is not None else self._converted(node, dims)
+            recomputed = self._recomputed(node, dims) if dims > self.usual[node] else None
+            known[dims] = recomputed if recomputed is not None else self._converted(node, dims)
         return known[dims]
 
-    def _made_again(self, node: fx.Node, dims: _In) -> fx.Node | None:
+    def _recomputed(self, node: fx.Node, dims: _In) -> fx.Node | None:
         """A value that depends only on positions, computed in the new order; None if that is expensive or
         impossible."""
         if node.target is aten.full.default:
@@ -343,18 +343,18 @@ def _attention_loops(rule: Rule, node: fx.Node) -> tuple[int, int]:
     return rule.operands[first][2][0], rule.operands[first + 1][2][0]
 
 
-def _looked_up(node: fx.Node, rule: Rule, way: str) -> set[int]:
+def _looked_up(node: fx.Node, rule: Rule, localize: str) -> set[int]:
     """Factors of the dims of operand 0 that an op indexes, to read or to write."""
     if not rule.operands:
         return set()
     rank = max(len(rule.operands[0]), 1)
     at: Iterable[int] = ()
-    if way in _BY_INDEX:
+    if localize in _BY_INDEX:
         dim: Any = node.args[1]
         at = [dim % rank]
-    elif way in _BY_INDICES:
+    elif localize in _BY_INDICES:
         at = [d for d, index in enumerate(node.args[1]) if index is not None]  # type: ignore[arg-type]
-    elif way == "embedding":
+    elif localize == "embedding":
         at = [0]
     factors = {f for d in at if d < len(rule.operands[0]) for f in rule.operands[0][d]}
-    return factors | (set(rule.results[0][0]) if way == "embedding_backward" else set())
+    return factors | (set(rule.results[0][0]) if localize == "embedding_backward" else set())

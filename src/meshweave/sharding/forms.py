@@ -30,7 +30,7 @@ def due_at_casts(due: Mapping[fx.Node, list[Due]]) -> dict[fx.Node, list[Due]]:
             node, at = value, layout
             while node.target in _PASSED and len(tensor_inputs(node)) == 1:
                 rule, (operand,) = row_for(node).rule(node), tensor_inputs(node)
-                if node is not value and not any("sum" in way.ops for way in rule.linear):
+                if node is not value and not any("sum" in term.ops for term in rule.linear):
                     due_by_node.setdefault(node, []).append((at, phase))
                 option = follow_result(rule, at, [spec_of(operand)], [spec_of(node)])
                 if option.results[0] != at or len(operand.users) > 1:

@@ -49,7 +49,7 @@ def _spread_dims(node: fx.Node, is_held: Callable[[fx.Node], bool]) -> frozenset
 def _rounded_dims(node: fx.Node, layout_of: Callable[[fx.Node], Layout | None]) -> frozenset[int]:
     """The dims of a cast that its operand, a partial sum, does not pass."""
     layout = layout_of(tensor_inputs(node)[0]) if node.target in CASTS else None
-    if layout is None or not layout.partial or any("sum" in way.ops for way in row_for(node).rule(node).linear):
+    if layout is None or not layout.partial or any("sum" in term.ops for term in row_for(node).rule(node).linear):
         return frozenset()
     return frozenset(range(len(spec_of(node).shape)))
 

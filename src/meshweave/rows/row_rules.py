@@ -15,9 +15,9 @@ from meshweave.ir.collectives import OURS, WAIT, communicates
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.traits import RANK_CHANGES, RESHAPES, is_random, names_of
 from meshweave.rows.local import LOCAL
-from meshweave.rows.orders import way_in_order
+from meshweave.rows.orders import rule_in_order
+from meshweave.rows.row_rule import Combine, End, RowRule
 from meshweave.rows.rules import RULES
-from meshweave.rows.way import Combine, End, RowRule
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.factors import Dims, Rule
 from meshweave.sharding.registry import row_for
@@ -222,7 +222,7 @@ TABLE = _table()
 ATTENTION = frozenset({*(target for target, way in TABLE.items() if way is _attention), ours.attention.default})
 
 
-def way_of(node: fx.Node, end: End, cut: Cut) -> RowRule:
+def rule_of(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """How `node` runs in chunks if an end of it is cut in this way. Raises NoCut with the reason if it cannot."""
     if FIXED in node.meta:
         raise NoCut(node.meta[FIXED])
@@ -231,7 +231,7 @@ def way_of(node: fx.Node, end: End, cut: Cut) -> RowRule:
         _check_operator(node)
     if not _is_described(node):
         raise NoCut("the shape of an operand or a result is symbolic, or unknown")
-    rule = way_in_order(node, end, cut, find or _by_rule)
+    rule = rule_in_order(node, end, cut, find or _by_rule)
     if max(rule.shape_at, *rule.splits_at, -1) >= len(node.args):
         raise NoCut("its sizes are passed by name")
     shapes = [(spec_of(n).shape, c) for n, c in zip(tensor_inputs(node), rule.operands, strict=True)]
