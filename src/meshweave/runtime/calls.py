@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from meshweave.capture.batch import shapes_text
 from meshweave.interop.process_groups import default_store
 from meshweave.runtime.consensus import named
+from meshweave.runtime.lifelines import Lifelines
 
 KEPT = 8  # calls that a rank posts: more than ranks run ahead of each other
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 0.02  # seconds between two polls of the store
@@ -110,8 +111,8 @@ class Health(Protocol):
 class Calls:
     """The calls of this process. `now` is replaced by each call, so that another thread reads it atomically."""
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
-        self.store, self.rank, self.num_ranks = store, rank, num_ranks
+    def __init__(self, store: Any, rank: int, num_ranks: int, lifelines: Lifelines | None = None) -> None:
+        self.store, self.rank, self.num_ranks, self.lifelines = store, rank, num_ranks, lifelines
         self.now = Posted()
         self.watches: list[Health] = []  # of the worlds that are open
         self._before: tuple[str, Any] = ("", ())
@@ -237,5 +238,6 @@ def calls_of_job() -> Calls:
     store = default_store()
     if store not in _CALLS:
         prefixed = PrefixStore("meshweave/calls", store)
-        _CALLS[store] = Calls(prefixed, dist.get_rank(), dist.get_world_size())
+        lifelines = Lifelines(PrefixStore("meshweave/lines", store), dist.get_rank())
+        _CALLS[store] = Calls(prefixed, dist.get_rank(), dist.get_world_size(), lifelines)
     return _CALLS[store]

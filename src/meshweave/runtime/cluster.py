@@ -50,7 +50,13 @@ class ClusterWorld:
         count = store.add(f"meshweave/worlds/{self.rank}", 1)
         communicator = self.communicator
         self._calls, self._name = calls_of_job(), f" of model {count}" if count > 1 else ""
-        self._watch = Watch(PrefixStore(f"meshweave/world/{count}", store), self._calls, lambda: _abort(communicator))
+        self._watch = Watch(
+            PrefixStore(f"meshweave/world/{count}", store),
+            self._calls,
+            lambda: _abort(communicator),
+            communicator.release,
+            TIMEOUT.total_seconds(),
+        )
         communicator.check = self._watch.check
         self._depth = self._num_guards = 0
         finalize(self, self._watch.close).atexit = False
