@@ -115,6 +115,7 @@ class Calls:
         self.store, self.rank, self.num_ranks, self.lifelines = store, rank, num_ranks, lifelines
         self.now = Posted()
         self.watches: list[Health] = []  # of the worlds that are open
+        self.has_failed = False  # whether any world of this job has: its ranks do not end together
         self._before: tuple[str, Any] = ("", ())
         # for each name of a call, the choice of the latest call of that name
         self._chosen: dict[str, tuple[str, ...]] = {}
@@ -231,6 +232,12 @@ def _state_at(num: int, posted: Posted) -> str:
 
 
 _CALLS: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()  # by the store of a job, as torch stores its groups
+
+
+def has_failed_world() -> bool:
+    """Whether a world of this process's job has failed."""
+    calls = _CALLS.get(default_store())
+    return calls is not None and calls.has_failed
 
 
 def calls_of_job() -> Calls:

@@ -23,7 +23,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.allocator import keep_freed_memory
-from meshweave.runtime.calls import calls_of_job
+from meshweave.runtime.calls import calls_of_job, has_failed_world
 from meshweave.runtime.collectives import Group
 from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost
@@ -318,7 +318,7 @@ def shutdown(world: ClusterWorld | None = None) -> None:
     failed = world is not None and world._watch.has_failed
     if world is not None:
         world.close()
-    if dist.is_initialized() and not failed:
+    if dist.is_initialized() and not failed and not has_failed_world():
         _await_others()
     if dist.is_initialized() and not (failed and world is not None and world.device.type == "cuda"):
         dist.destroy_process_group()

@@ -284,6 +284,7 @@ class Watch:
             if self._failure is not None:
                 return
             self._failure = failure
+            self.calls.has_failed = True
         with suppress(RuntimeError):
             self._store.add("seen", 1)
         self._on_failure()
