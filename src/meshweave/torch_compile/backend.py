@@ -107,7 +107,9 @@ def backend(
 
     `cost`, `memory_cap_bytes`, `options` and `groups` are those of `mw.overlap`; `cost` may also be the name or file of
     a machine profile, by default it depends on the graph's device type. `inner` compiles the ordered graph: "inductor",
-    "aot_eager" (which runs it op by op) or a callable in the form of aot_autograd. `report` is called with the
+    "aot_eager" (which runs it op by op) or a callable in the form of aot_autograd. With "inductor", float32 matmuls of a
+    processor run by oneDNN where that is faster on this machine, and then round differently from Inductor's own
+    (`torch.backends.mkldnn.enabled = False` prevents it). `report` is called with the
     OverlapReport of every graph that communicates; with `decompose` and `split` also with the DecomposeReport and the
     SplitReport of each.
 
