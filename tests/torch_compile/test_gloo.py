@@ -170,7 +170,14 @@ def misfits(rank: int) -> Any:
     uneven = compiled(timeout_seconds=20)
     other = compiled(twice, timeout_seconds=20)
     absent = compiled(timeout_seconds=1) if rank == 0 else ""
-    return alone, other, absent, len(reports), uneven
+    count = len(reports)
+    group = [dist.new_group([each]).group_name for each in (0, 1)][rank]
+
+    def among_themselves(x: Tensor) -> Tensor:
+        return WAIT(functional.all_reduce.default(x, "sum", group)) + 1
+
+    own = compiled(among_themselves, timeout_seconds=1) if rank == 0 else ""  # rank 1 is not in the group
+    return alone, other, absent, count, uneven, own
 
 
 def test_ranks_that_do_not_fit_each_other_are_named_and_nobody_hangs() -> None:
@@ -183,5 +190,6 @@ def test_ranks_that_do_not_fit_each_other_are_named_and_nobody_hangs() -> None:
     for text in (first[1], second[1]):
         assert "ranks compile different graphs" in text
         assert "where: rank 1\n" in text
+    assert first[5] == ([1.0, 1.0], [])
     assert "ranks did not come to agree" in first[2]
     assert "where: rank 1\n  got: nothing in 1 s" in first[2]

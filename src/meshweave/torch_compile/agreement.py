@@ -198,6 +198,19 @@ def _ranks_of(group: Any, where: str, groups: Mapping[str, Sequence[int]] | None
         ) from error
 
 
+def only_group(graph: fx.Graph, groups: Mapping[str, Sequence[int]] | None = None) -> tuple[int, ...] | None:
+    """The ranks of the group in which a graph communicates, in rising order; None if there are several groups, or
+    messages between two ranks. Other ranks need not compile this graph."""
+    found = set()
+    for node in graph.nodes:
+        row = collective_of(node) if node.op == "call_function" else None
+        if row is not None and row.is_ordered:
+            return None
+        if row is not None:
+            found.add(tuple(sorted(_ranks_of(group_of(node, row), place_of(node), groups))))
+    return found.pop() if len(found) == 1 else None
+
+
 def world_agreement(ranks: Sequence[int] | None, timeout_seconds: float = TIMEOUT_SECONDS) -> Agreement | None:
     """The agreement of this job's `ranks` (None: all), None if this process is alone: without torch.distributed, in a
     world of size 1, with a single rank in `ranks`, or on the `fake` backend, which has no other ranks. Raises

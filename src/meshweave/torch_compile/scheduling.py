@@ -31,7 +31,7 @@ from meshweave.rows import SplitOptions, SplitReport
 from meshweave.runtime.consensus import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapOptions, OverlapReport
 from meshweave.schedule.decide import OrderOptions
-from meshweave.torch_compile.agreement import Agreement, GraphsDifferError, world_agreement
+from meshweave.torch_compile.agreement import Agreement, GraphsDifferError, only_group, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
 
 Cost = MachineProfile | Callable[..., float]
@@ -68,7 +68,7 @@ class BackendSettings:
         if not passes or not _communicates(graph):
             return False
         cost, notes = self._priced(graph)
-        agreement = world_agreement(self.ranks, self.timeout_seconds)
+        agreement = self._agreement(graph)
         # compilers run under the fake mode of the graph, and meshweave creates tensors too
         with unset_fake_temporarily():
             program = self._program(graph, agreement)
@@ -84,6 +84,13 @@ class BackendSettings:
         for report in (report for reports in chosen.reports.values() for report in reports):
             self._tell(report, notes, variants)
         return chosen.program is not program
+
+    def _agreement(self, graph: fx.Graph) -> Agreement | None:
+        """The agreement of the ranks that compile this graph; None if this process is alone."""
+        if world_agreement(self.ranks) is None:
+            return None
+        groups = None if self.groups is None else dict(self.groups)
+        return world_agreement(self.ranks or only_group(graph, groups), self.timeout_seconds)
 
     def _keep_order(
         self,
