@@ -171,7 +171,7 @@ def misfits(rank: int) -> Any:
     other = compiled(twice, timeout_seconds=20)
     absent = compiled(timeout_seconds=1) if rank == 0 else ""
     count = len(reports)
-    group = [dist.new_group([each]).group_name for each in (0, 1)][rank]
+    group = [dist.new_group([each]) for each in (0, 1)][rank].group_name
 
     def among_themselves(x: Tensor) -> Tensor:
         return WAIT(functional.all_reduce.default(x, "sum", group)) + 1
