@@ -20,6 +20,8 @@ import meshweave as mw
 from meshweave.runtime.cluster import init_from_env, shutdown
 
 OURS = "meshweave"
+COMPILED, DROP_IN = "compiled", "drop-in"
+BACKENDS = {"": "", COMPILED: "inductor", DROP_IN: "meshweave"}  # of torch.compile, by the end of a way's name
 Step = Callable[[Tensor], float]
 LR = 1e-2
 
@@ -84,13 +86,13 @@ def meshes(scheme: str, num_ranks: int) -> str:
 def variants(config: Config) -> tuple[str, ...]:
     """Names of ways to train, ours first."""
     peer, _ = PEERS[config.scheme]
-    return (OURS, peer, f"{peer}, compiled") if config.compiles else (OURS, peer)
+    return (OURS, peer, f"{peer}, {COMPILED}") if config.compiles else (OURS, peer)
 
 
 def make_step(config: Config, variant: str, num_ranks: int) -> Step:
-    return (
-        ours(config, num_ranks) if variant == OURS else PEERS[config.scheme][1](config, variant.endswith(", compiled"))
-    )
+    if variant == OURS:
+        return ours(config, num_ranks)
+    return PEERS[config.scheme][1](config, BACKENDS[variant.partition(", ")[2]])
 
 
 def ours(config: Config, num_ranks: int) -> Step:
@@ -131,41 +133,41 @@ def _rows(config: Config, index: int) -> slice:
     return slice(index * config.batch, (index + 1) * config.batch)
 
 
-def solo(config: Config, is_compiled: bool) -> Step:
+def solo(config: Config, backend: str) -> Step:
     model = make_model(config)
-    if is_compiled:
-        model.compile()
+    if backend:
+        model.compile(backend=backend)
     return _trained(model, slice(None))
 
 
-def ddp(config: Config, is_compiled: bool) -> Step:
+def ddp(config: Config, backend: str) -> Step:
     model = make_model(config)
-    if is_compiled:
-        model.compile()
+    if backend:
+        model.compile(backend=backend)
     return _trained(nn.parallel.DistributedDataParallel(model), _rows(config, dist.get_rank()))
 
 
-def fsdp2(config: Config, is_compiled: bool) -> Step:
+def fsdp2(config: Config, backend: str) -> Step:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return _trained(_sharded(make_model(config), mesh, is_compiled), _rows(config, dist.get_rank()))
+    return _trained(_sharded(make_model(config), mesh, backend), _rows(config, dist.get_rank()))
 
 
-def _sharded(model: nn.Module, mesh: DeviceMesh, is_compiled: bool) -> nn.Module:
+def _sharded(model: nn.Module, mesh: DeviceMesh, backend: str) -> nn.Module:
     """As torchtitan does: each block compiled, then sharded, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     for block in blocks_of(model):
-        if is_compiled:
-            block.compile()
+        if backend:
+            block.compile(backend=backend)
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def tp(config: Config, is_compiled: bool) -> Step:
+def tp(config: Config, backend: str) -> Step:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = _parallel(make_model(config), mesh)
-    for block in blocks_of(model) if is_compiled else ():
-        block.compile()
+    for block in blocks_of(model) if backend else ():
+        block.compile(backend=backend)
     return _trained(model, slice(None))
 
 
@@ -183,13 +185,13 @@ def _parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def fsdp2_tp(config: Config, is_compiled: bool) -> Step:
+def fsdp2_tp(config: Config, backend: str) -> Step:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = _sharded(_parallel(make_model(config), mesh["tp"]), mesh["dp"], is_compiled)
+    model = _sharded(_parallel(make_model(config), mesh["tp"]), mesh["dp"], backend)
     return _trained(model, _rows(config, mesh.get_local_rank("dp")))
 
 
-PEERS: dict[str, tuple[str, Callable[[Config, bool], Step]]] = {
+PEERS: dict[str, tuple[str, Callable[[Config, str], Step]]] = {
     "solo": ("eager", solo),
     "ddp": ("DDP", ddp),
     "fsdp": ("FSDP2", fsdp2),

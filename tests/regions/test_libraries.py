@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import meshweave as mw
 from meshweave.disk_cache import CacheEntry, machine_of
@@ -18,7 +21,7 @@ from meshweave.interop import onednn
 from meshweave.ir.values import Value
 from meshweave.regions import libraries
 from meshweave.regions.compiler import RegionCompiler
-from meshweave.regions.libraries import ATEN, MM, ONEDNN, ONEDNN_MM, Libraries, faster_library
+from meshweave.regions.libraries import ATEN, MM, ONEDNN, ONEDNN_MM, Libraries, choose_in, faster_library
 from meshweave.runtime.executor import perform
 
 CPU = torch.device("cpu")
@@ -185,3 +188,60 @@ def test_a_failure_names_the_single_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(StepError, match=r"mm\S* failed on device 0"):
         perform(replace(fused[0], function=broken), [None] * 1000, 0)
+
+
+@needs_onednn
+def test_matmuls_of_any_graph_get_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compilers pass it: a sum with the product, a small product, and one of another dtype."""
+
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return x @ w, torch.addmm(bias, x, w), torch.addmm(bias, x, w, beta=0.5), x[:2] @ w, x.bfloat16() @ w.bfloat16()
+
+    operands = (matrix(256, 200), matrix(200, 300), torch.randn(300))
+    monkeypatch.setattr(libraries, "faster_library", lambda device: ATEN)
+    graph = make_fx(function, tracing_mode="fake")(*operands).graph
+    assert not choose_in(graph)
+    monkeypatch.setattr(libraries, "faster_library", lambda device: ONEDNN)
+    expected = fx.GraphModule({}, graph)(*operands)
+    assert choose_in(graph)
+    targets = [node.target for node in graph.nodes]
+    assert [targets.count(op) for op in (ONEDNN_MM, MM, libraries.ADDMM)] == [2, 2, 1]
+    graph.lint()
+    for got, want in zip(fx.GraphModule({}, graph)(*operands), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+@needs_onednn
+def test_sizes_known_only_at_run_time_stay_with_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "faster_library", lambda device: ONEDNN)
+    graph = make_fx(torch.mm, tracing_mode="symbolic")(matrix(256, 200), matrix(200, 300)).graph
+    assert not choose_in(graph)
+
+
+@needs_onednn
+def test_the_first_rank_that_asks_decides_for_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that compile different graphs at different times do not wait for each other."""
+    store = dist.HashStore()
+    monkeypatch.setattr(libraries, "store_of_job", lambda: store)
+    found = []
+    for library in (ONEDNN, ATEN):
+        monkeypatch.setattr(libraries, "faster_library", lambda device, library=library: library)
+        found.append(Libraries.agreed(CPU))
+    assert found == [Libraries(True)] * 2
+    monkeypatch.setattr(onednn, "is_exact", lambda: False)
+    with pytest.raises(mw.MeshweaveError, match="different builds of torch"):
+        Libraries.agreed(CPU)
+    monkeypatch.setattr(onednn, "settings", lambda: "False, highest")  # turned off by the script, on all ranks
+    assert Libraries.agreed(CPU) == Libraries(False)
+
+
+@needs_onednn
+def test_the_drop_in_multiplies_by_the_library_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = matrix(256, 200), matrix(200, 300)
+    for library in (ONEDNN, ATEN):
+        monkeypatch.setattr(libraries, "faster_library", lambda device, library=library: library)
+        torch._dynamo.reset()
+        result, (code,) = run_and_get_code(torch.compile(torch.mm, backend=mw.backend()), x, w)
+        torch.testing.assert_close(result, x @ w, rtol=1e-5, atol=1e-4)
+        assert ("meshweave.onednn_mm" in code) == (library == ONEDNN)
+    torch._dynamo.reset()

@@ -67,10 +67,10 @@ def test_exchanges_follow_each_other_and_those_of_other_ranks() -> None:
 def test_a_rank_with_another_graph_is_named_on_every_rank() -> None:
     found = together(lambda a: a.figures(CostNumbers("other" if a.rank == 2 else "one", (1.0,))))
     assert errors(found) == {
-        "ranks compile different graphs: their communications would not meet\n"
+        "ranks compile different graphs: their communications may not meet\n"
         "  where: rank 2\n"
         "  got: graph other on rank 2\n"
-        "  expected: graph one, as on rank 0\n"
+        "  expected: the graph of rank 0\n"
         "  hint: if ranks run different graphs (stages of a pipeline), pass ranks=, those with this graph"
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -143,33 +144,52 @@ def gathered(x: Tensor) -> Tensor:
 
 
 def misfits(rank: int) -> Any:
-    """Ranks that decide for themselves, that compile different graphs, and one that does not compile at all."""
+    """Ranks that decide for themselves, that compute or communicate different things, and one that does not compile at
+    all."""
     reports: list[OverlapReport] = []
 
     def one(x: Tensor) -> Tensor:
         return gathered(torch.sin(x) if rank else torch.cos(x))
 
-    def compiled(**kwargs: Any) -> Any:
+    def twice(x: Tensor) -> Tensor:
+        return gathered(gathered(x)) if rank else gathered(x)
+
+    def compiled(function: Callable[[Tensor], Tensor] = one, **kwargs: Any) -> Any:
         torch._dynamo.reset()
         own = backend(cost=lambda node: 1e-3, inner="aot_eager", report=reports.append, **kwargs)
         try:
-            return torch.compile(one, backend=own)(torch.zeros(2)).tolist()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                values = torch.compile(function, backend=own)(torch.zeros(2)).tolist()
+            return values, [str(w.message) for w in caught if "meshweave" in str(w.message)]
         except Exception as error:
             return str(error)
 
     # As the stages of a pipeline do, though over a group that both are in.
     alone = compiled(ranks=(rank,))
-    other = compiled(timeout_seconds=20)
+    uneven = compiled(timeout_seconds=20)
+    other = compiled(twice, timeout_seconds=20)
     absent = compiled(timeout_seconds=1) if rank == 0 else ""
-    return alone, other, absent, len(reports)
+    count = len(reports)
+    group = [dist.new_group([each]) for each in (0, 1)][rank].group_name
+
+    def among_themselves(x: Tensor) -> Tensor:
+        return WAIT(functional.all_reduce.default(x, "sum", group)) + 1
+
+    own = compiled(among_themselves, timeout_seconds=1) if rank == 0 else ""  # rank 1 is not in the group
+    return alone, other, absent, count, uneven, own
 
 
 def test_ranks_that_do_not_fit_each_other_are_named_and_nobody_hangs() -> None:
     first, second = run_job(misfits)
-    assert first[0] == second[0] == [2.0, 2.0, 0.0, 0.0]
+    assert first[0] == second[0] == ([2.0, 2.0, 0.0, 0.0], [])
     assert first[3] == second[3] == 1
+    for values, (warning,) in (first[4], second[4]):  # uneven shards are padded on some ranks: the order stays
+        assert values == [2.0, 2.0, 0.0, 0.0]
+        assert "leaves a graph in its order: rank 1 and rank 0 compute other things" in warning
     for text in (first[1], second[1]):
         assert "ranks compile different graphs" in text
         assert "where: rank 1\n" in text
+    assert first[5] == ([1.0, 1.0], [])
     assert "ranks did not come to agree" in first[2]
     assert "where: rank 1\n  got: nothing in 1 s" in first[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from meshweave.hardware.load import parse_profile
 from meshweave.regions.libraries import ATEN, ONEDNN, Libraries, faster_library
 from meshweave.runtime.allocator import release_freed_memory
 from meshweave.runtime.cluster import ClusterWorld
+from meshweave.runtime.lifelines import address_towards
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
@@ -63,7 +63,7 @@ class Seat:
 
     @staticmethod
     def here(device: torch.device, is_eager: bool) -> Seat:
-        address = _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        address = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         library = ATEN if is_eager else faster_library(device)
         per_node = os.environ.get("LOCAL_WORLD_SIZE", "")
         return Seat(**machine_of(device), address=address, per_node=per_node, library=library)
@@ -196,13 +196,3 @@ def _gathered(own: T) -> list[T]:
     received: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(received, own)
     return received
-
-
-def _address_towards(host: str) -> str:
-    """The address from which this machine sends to `host`; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return ""

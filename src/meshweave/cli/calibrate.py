@@ -32,7 +32,7 @@ class CalibrateOptions(Options):
     device: Annotated[str, typer.Option("--device", help="cpu or cuda; by default CUDA if available")] = ""
     backend: Annotated[
         str,
-        typer.Option("--backend", help="of the compute: auto, inductor, or eager (matmuls by ATen, as torch.compile)"),
+        typer.Option("--backend", help="of the compute: auto, inductor, or eager (matmuls by ATen, as eager PyTorch)"),
     ] = "auto"
 
 

@@ -10,13 +10,17 @@ same values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 _ops = torch.ops._c10d_functional
+_UNUSED_TAG = 1 << 20  # no message has it
 
 
 @cache
@@ -37,6 +41,20 @@ def let_gathers_overlap_in(module: nn.Module) -> None:
 def _before_forward(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling():  # tracers of the module run it in their own way
         let_gathers_overlap()
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Close the connections of a Gloo group of this process, so that whatever waits for its other members fails.
+
+    A receive whose wait times out closes all of them (gloo/transport/tcp/unbound_buffer.cc); `abort()` releases nobody
+    (torch 2.13). A rank outside of the group does nothing."""
+    own, size = dist.get_rank(group), dist.get_world_size(group)
+    if size < 2:  # -1 of a rank outside
+        return
+    with suppress(RuntimeError):  # they are broken already
+        work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=(own + 1) % size, tag=_UNUSED_TAG)
+        if work is not None:
+            work.wait(timedelta(milliseconds=1))
 
 
 def _all_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:

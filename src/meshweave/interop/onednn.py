@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def settings() -> str:
+    """The settings of a script on which `is_exact` depends, as text."""
+    return f"{torch.backends.mkldnn.enabled}, {torch.get_float32_matmul_precision()}"
+
+
 def is_exact() -> bool:
     """Whether oneDNN is there and computes float32 in float32: it rounds operands to bfloat16 or TF32 if asked to, and
     then `torch.mm` calls it, too."""

@@ -19,6 +19,14 @@ def default_store() -> Store:
     return c10d._get_default_store()
 
 
+def store_of_job() -> Store | None:
+    """The store of this job; None if this process is alone: without torch.distributed, in a world of size 1, or on the
+    `fake` backend, which has no other ranks."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+        return None
+    return default_store() if dist.get_world_size() > 1 else None
+
+
 def default_group() -> dist.ProcessGroup:
     """The group of all ranks."""
     return c10d._get_default_group()

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, fx
 
 from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
+from meshweave.errors import MeshweaveError
 from meshweave.interop import onednn
+from meshweave.interop.fake import unset_fake_temporarily
+from meshweave.interop.process_groups import store_of_job
 from meshweave.ir.values import Values
 
 aten, ours = torch.ops.aten, torch.ops.meshweave
-MM, ONEDNN_MM = aten.mm.default, ours.onednn_mm.default
+MM, ONEDNN_MM, ADDMM = aten.mm.default, ours.onednn_mm.default, aten.addmm.default
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride and dtype of a tensor
 ONEDNN, ATEN = "oneDNN", "ATen"  # names of libraries
 
@@ -40,10 +43,25 @@ class Libraries:
     has_onednn: bool = False
 
     @staticmethod
-    def agreed(device: torch.device, any_rank: Callable[[bool], bool]) -> Libraries:
-        """oneDNN if it is faster on the machines of all ranks, which call this together; `any_rank(flag)`: whether any
-        of them passes True."""
-        return Libraries(not any_rank(faster_library(device) != ONEDNN))
+    def agreed(device: torch.device, any_rank: Callable[[bool], bool] = lambda flag: flag) -> Libraries:
+        """The libraries of this job: what its first call decided, on whichever rank, without waiting for the others.
+
+        oneDNN if it is faster on this machine, or, where ranks meet in this call, on the machines of all of them:
+        `any_rank(flag)` is whether any rank passes True. Raises MeshweaveError if the job has decided for oneDNN and
+        this process has none.
+        """
+        name = ATEN if any_rank(faster_library(device) != ONEDNN) else ONEDNN
+        store = store_of_job() if device.type == "cpu" else None
+        if store is not None:  # a script that turns oneDNN off decides anew
+            name = store.compare_set(f"meshweave/libraries/{onednn.settings()}", "", name).decode()
+        if name == ONEDNN and not onednn.is_exact():
+            raise MeshweaveError(
+                "ranks have different builds of torch: their matmuls would round differently",
+                got="no oneDNN in this process",
+                expected="oneDNN, by which other ranks of this job multiply",
+                hint="install the same torch everywhere, or set torch.backends.mkldnn.enabled = False on all ranks",
+            )
+        return Libraries(name == ONEDNN)
 
     def kernel(self, node: fx.Node, values: Mapping[fx.Node, Values]) -> Any:
         """The op that computes a node: its own target, or the same op of another library."""
@@ -53,9 +71,39 @@ class Libraries:
         return ONEDNN_MM if _suits((a.shape, a.stride, a.dtype), (b.shape, b.stride, b.dtype)) else MM
 
     def product(self, a: Tensor, b: Tensor) -> Any:
-        """The op that multiplies two matrices on a processor."""
+        """The op that multiplies two matrices (real or fake) on a processor. Sizes that are known only at run time stay
+        with ATen."""
+        if not self.has_onednn or any(type(size) is not int for x in (a, b) for size in (*x.shape, *x.stride())):
+            return MM
         forms = ((tuple(x.shape), x.stride(), x.dtype) for x in (a, b))
-        return ONEDNN_MM if self.has_onednn and _suits(*forms) else MM
+        return ONEDNN_MM if _suits(*forms) else MM
+
+
+def choose_in(graph: fx.Graph) -> bool:
+    """Run the matmuls of a compiler's graph (ATen ops, fake tensors in `meta["val"]`) by the job's libraries, in place;
+    returns whether the graph has changed. The sum of an `addmm` becomes an op of its own, which compilers fuse."""
+    every, products = Libraries(True), []
+    for node in graph.nodes:
+        if node.target is MM or (node.target is ADDMM and not node.kwargs and len(node.args) == 3):
+            a, b = (operand.meta["val"] for operand in node.args[-2:])
+            if a.device.type == "cpu" and every.product(a, b) is ONEDNN_MM:
+                products.append(node)
+    if not products or not Libraries.agreed(torch.device("cpu")).has_onednn:
+        return False
+    for node in products:
+        if node.target is ADDMM:
+            _split_sum(node)
+        else:
+            node.target = ONEDNN_MM
+    return True
+
+
+def _split_sum(node: fx.Node) -> None:
+    bias, *factors = node.args
+    with node.graph.inserting_before(node):
+        product = node.graph.call_function(ONEDNN_MM, tuple(factors))
+    product.meta = dict(node.meta)
+    node.target, node.args = aten.add.Tensor, (product, bias)
 
 
 def _suits(a: Form, b: Form) -> bool:
@@ -76,7 +124,8 @@ def faster_library(device: torch.device) -> str:
     entry = CacheEntry(cache_directory() / "libraries", json.dumps(key), ".txt")
     name, _ = entry.read()
     if name not in (ONEDNN, ATEN):
-        name = ONEDNN if _gain() >= _LEAST_GAIN else ATEN
+        with unset_fake_temporarily():  # compilers of graphs run under a fake mode
+            name = ONEDNN if _gain() >= _LEAST_GAIN else ATEN
         entry.write(name)
     return name
 

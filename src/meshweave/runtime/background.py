@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
@@ -39,25 +40,33 @@ class Background:
         self._pool.put(task)
         return task
 
+    def join(self, seconds: float) -> None:
+        """End the threads, and wait for them. Nothing may be added afterwards."""
+        self._pool.close()
+        end = time.monotonic() + seconds
+        for thread in self._pool.threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
 
 class _Pool:
     """Threads that are started when none is idle."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._lock, self._num_idle, self._num_threads = Lock(), 0, 0
+        self._lock, self._num_idle = Lock(), 0
+        self.threads: list[Thread] = []
 
     def put(self, job: Job) -> None:
         with self._lock:
             if self._num_idle:
                 self._num_idle -= 1
             else:
-                self._num_threads += 1
-                Thread(target=self._serve, name="meshweave transfers", daemon=True).start()
+                self.threads.append(Thread(target=self._serve, name="meshweave transfers", daemon=True))
+                self.threads[-1].start()
         self._queue.put(job)
 
     def close(self) -> None:
-        for _ in range(self._num_threads):
+        for _ in self.threads:
             self._queue.put(None)
 
     def _serve(self) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from meshweave.capture.batch import shapes_text
 from meshweave.interop.process_groups import default_store
 from meshweave.runtime.consensus import named
+from meshweave.runtime.lifelines import Lifelines
 
 KEPT = 8  # calls that a rank posts: more than ranks run ahead of each other
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 0.02  # seconds between two polls of the store
@@ -110,10 +111,11 @@ class Health(Protocol):
 class Calls:
     """The calls of this process. `now` is replaced by each call, so that another thread reads it atomically."""
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
-        self.store, self.rank, self.num_ranks = store, rank, num_ranks
+    def __init__(self, store: Any, rank: int, num_ranks: int, lifelines: Lifelines | None = None) -> None:
+        self.store, self.rank, self.num_ranks, self.lifelines = store, rank, num_ranks, lifelines
         self.now = Posted()
         self.watches: list[Health] = []  # of the worlds that are open
+        self.has_failed = False  # whether any world of this job has: its ranks do not end together
         self._before: tuple[str, Any] = ("", ())
         # for each name of a call, the choice of the latest call of that name
         self._chosen: dict[str, tuple[str, ...]] = {}
@@ -232,10 +234,17 @@ def _state_at(num: int, posted: Posted) -> str:
 _CALLS: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()  # by the store of a job, as torch stores its groups
 
 
+def has_failed_world() -> bool:
+    """Whether a world of this process's job has failed."""
+    calls = _CALLS.get(default_store())
+    return calls is not None and calls.has_failed
+
+
 def calls_of_job() -> Calls:
     """The calls of this process in the current torch.distributed job: those of all its worlds."""
     store = default_store()
     if store not in _CALLS:
         prefixed = PrefixStore("meshweave/calls", store)
-        _CALLS[store] = Calls(prefixed, dist.get_rank(), dist.get_world_size())
+        lifelines = Lifelines(PrefixStore("meshweave/lines", store), dist.get_rank())
+        _CALLS[store] = Calls(prefixed, dist.get_rank(), dist.get_world_size(), lifelines)
     return _CALLS[store]

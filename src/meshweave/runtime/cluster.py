@@ -23,7 +23,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.allocator import keep_freed_memory
-from meshweave.runtime.calls import calls_of_job
+from meshweave.runtime.calls import calls_of_job, has_failed_world
 from meshweave.runtime.collectives import Group
 from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost
@@ -50,7 +50,13 @@ class ClusterWorld:
         count = store.add(f"meshweave/worlds/{self.rank}", 1)
         communicator = self.communicator
         self._calls, self._name = calls_of_job(), f" of model {count}" if count > 1 else ""
-        self._watch = Watch(PrefixStore(f"meshweave/world/{count}", store), self._calls, lambda: _abort(communicator))
+        self._watch = Watch(
+            PrefixStore(f"meshweave/world/{count}", store),
+            self._calls,
+            lambda: _abort(communicator),
+            communicator.release,
+            TIMEOUT.total_seconds(),
+        )
         communicator.check = self._watch.check
         self._depth = self._num_guards = 0
         finalize(self, self._watch.close).atexit = False
@@ -317,7 +323,7 @@ def shutdown(world: ClusterWorld | None = None) -> None:
     failed = world is not None and world._watch.has_failed
     if world is not None:
         world.close()
-    if dist.is_initialized() and not failed:
+    if dist.is_initialized() and not failed and not has_failed_world():
         _await_others()
     if dist.is_initialized() and not (failed and world is not None and world.device.type == "cuda"):
         dist.destroy_process_group()

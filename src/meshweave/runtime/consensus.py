@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from meshweave.errors import MeshweaveError
-from meshweave.interop.process_groups import default_store
+from meshweave.interop.process_groups import store_of_job
 
 TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
+NOTE_SECONDS = 30.0  # of waiting after which a rank says so
 _LOOK_SECONDS = 0.1  # the longest pause between two polls of the store
 _SHOWN = 16  # the most ranks that an error names
+_NOTES = logging.getLogger("meshweave")
 _PARTS = ("what", "where", "got", "expected", "hint")
 
 
@@ -109,11 +112,15 @@ class Exchange:
 
     def _missing(self, key: str, names: Sequence[str], seconds: float) -> list[str]:
         """The names that are still unset after `seconds`; returns earlier if all are set."""
-        keys, end, pause = [f"{key}/{name}" for name in names], time.monotonic() + seconds, 0.001
+        keys, begun, pause, is_noted = [f"{key}/{name}" for name in names], time.monotonic(), 0.001, False
+        end = begun + seconds
         while keys and not self.store.check(keys):  # `wait` with a short timeout would log every timeout
             if time.monotonic() > end:
                 return [name for name, wanted in zip(names, keys, strict=True) if not self.store.check([wanted])]
             self.check()
+            if not is_noted and time.monotonic() - begun > NOTE_SECONDS:
+                is_noted = True
+                _NOTES.warning(f"rank {self.rank} has waited {NOTE_SECONDS:g} s for other ranks to {self.purpose}")
             time.sleep(pause)
             pause = min(1.5 * pause, _LOOK_SECONDS)
         return []
@@ -132,7 +139,8 @@ class Exchange:
             where=named(ranks),
             got=f"nothing in {seconds:g} s",
             expected=f"{named(self.ranks)} compiling the same graphs in the same order",
-            hint="a rank has failed, compiles other graphs (pass ranks=), or needs longer (pass timeout_seconds=)",
+            hint="a rank has failed, compiles other graphs (pass ranks=), has this graph for another shape already "
+            "(torch.compile(dynamic=True)), or needs longer (pass timeout_seconds=)",
         )
 
 
@@ -149,8 +157,5 @@ def named(ranks: Sequence[int]) -> str:
 def ranks_of_job() -> tuple[Any, int, tuple[int, ...]] | None:
     """Store, rank and all ranks of this job; None if this process is alone: without torch.distributed, in a world of
     size 1, or on the `fake` backend, which has no other ranks."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
-        return None
-    if dist.get_world_size() == 1:
-        return None
-    return default_store(), dist.get_rank(), tuple(range(dist.get_world_size()))
+    store = store_of_job()
+    return None if store is None else (store, dist.get_rank(), tuple(range(dist.get_world_size())))

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.errors import StepError
+from meshweave.interop.gloo import break_connections
+from meshweave.interop.process_groups import default_group
 from meshweave.interop.storages import is_unshared
 from meshweave.ir.collectives import (
     ALL_REDUCE,
@@ -33,6 +35,7 @@ from meshweave.runtime.watch import await_work
 # A live peer that is silent for so long counts as stuck. Dead peers are detected sooner (see watch.py). torch's own
 # default for Gloo is 30 minutes.
 TIMEOUT = timedelta(minutes=5)
+_RELEASED = 2.0  # seconds in which threads end once their connections are broken
 # Up to this size a single round that gathers every operand beats two rounds (exchange, then gather): on Gloo, 4
 # processes on 2 shared cores, torch 2.13, 2026-11, `all_reduce` of float32, minimum of 4 runs: 64 B 4.4 ms in one round
 # (native 6.0), 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
@@ -250,6 +253,17 @@ class ClusterCommunicator:
         """Wait for everything that was started."""
         for pending in list(self.open):
             self.wait(pending)
+
+    def release(self, is_end: bool) -> None:
+        """After a failure: break the connections of every group, at the end of the process those of the default group
+        too, so that nothing waits for other ranks any more. Otherwise the end waits, for minutes, for what a live but
+        slow rank does not send, and a thread that is waiting then aborts the process."""
+        if self.is_native:
+            return
+        for group in (*self._made.values(), *([default_group()] if is_end and dist.is_initialized() else [])):
+            break_connections(group)
+        self.open.clear()
+        self._background.join(_RELEASED)
 
     def _begun(self, begin: Callable[[], Pending]) -> Pending:
         try:

@@ -1,8 +1,10 @@
 """Failure detection: the first failure of a process becomes known to all others within seconds.
 
-Each process has one daemon thread with its own connection to the job's store. It polls for a declared failure, and
-increments a heartbeat that its neighbour in the ring of ranks polls. So the store serves a constant number of requests
-per process, and any set of dead processes has a live neighbour.
+Each process has one daemon thread with its own connection to the job's store. It polls for a declared failure, posts
+its calls with a heartbeat, and watches its neighbour in the ring of ranks: those calls, and whether its process lives.
+So the store serves a constant number of requests per process, and any set of dead processes has a live neighbour. A
+process is dead when its kernel closes its lifeline (`runtime/lifelines.py`), however long it is silent: it may be slow,
+stopped, or own the interpreter lock. Only without a lifeline its heartbeat tells, after the timeout of a collective.
 
 A step fails on all ranks (a loss that is not finite) or on some. A failing rank waits briefly for the others to fail at
 the same point; if they do, nothing is broken and the job continues. If not, it declares its failure.
@@ -25,27 +27,36 @@ from torch.distributed.distributed_c10d import Store
 
 from meshweave.errors import StepError
 from meshweave.runtime.calls import Calls, Posted, failure_of, uncaught_exception
+from meshweave.runtime.consensus import named
 
-# Seconds. A failure is known everywhere after LOCKSTEP + POLL, a killed process after SUSPECT + POLL if a connection
-# broke with it, and after STALE + BEAT if only its heartbeat tells (NCCL).
+# Seconds. A failure is known everywhere after LOCKSTEP + POLL, a killed process after 2 * POLL.
 POLL = 0.25
 BEAT = 1.0
 LOCKSTEP = 2.0  # how long a failing rank waits for the others to fail at the same point
-SUSPECT = 3.5  # silence that counts as death once a connection has broken
-STALE = 10.0  # silence that counts as death by itself: a process may own the interpreter lock for seconds
+SUSPECT = 3.5  # how long others have to say which process has ended, once a connection has broken
 LINGER = 5.0  # how long rank 0, which often hosts the store, waits at its end for the others
+SLOW_POLL = 0.25  # between two looks at ranks that are behind
 _MAX_TEXT = 4000
 
 
 class Watch:
-    """A process's view of the health of all. `on_failure` is called once, on any thread. `store` must be a name space
-    of its own. Every process creates its watches in the same order."""
+    """A process's view of the health of all. `on_failure` is called once, on any thread; `release(is_end)` when the
+    watch closes after a failure, at the end of the process or before: it must end what waits for other ranks.
+    `timeout_seconds`: that of a collective. `store` must be a name space of its own. Every process creates its watches
+    in the same order."""
 
-    def __init__(self, store: Store, calls: Calls, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        calls: Calls,
+        on_failure: Callable[[], None],
+        release: Callable[[bool], None] = lambda is_end: None,
+        timeout_seconds: float = 300.0,
+    ) -> None:
         self.rank, self.num_ranks, self.calls = calls.rank, calls.num_ranks, calls
         # Its own connection: if the main thread blocked in a shared connection, the watch would block, too.
         self._store = store.clone() if hasattr(store, "clone") else store
-        self._on_failure = on_failure
+        self._on_failure, self._release, self._timeout = on_failure, release, timeout_seconds
         self._failure: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -107,8 +118,8 @@ class Watch:
         return False
 
     def declare_silent(self) -> None:
-        """After a broken connection: declare the rank that left or fell silent, unless a failure is declared
-        meanwhile."""
+        """After a broken connection: declare the process that has ended, unless another rank does; if none has, declare
+        the connection."""
         try:
             seen = self._beats()
             posted = [_posted(beat) for beat in seen]
@@ -117,14 +128,18 @@ class Watch:
             ended = [rank for rank, its in enumerate(posted) if its.has_ended]
             if ended:
                 self._declare_gone(ended[0])
-            self._until(lambda: self.has_failed, SUSPECT)
+            self._until(lambda: self.has_failed or self._declares_dead(), SUSPECT)
             now = seen if self.has_failed else self._beats()
         except RuntimeError:
             self._lost_store()
             return
         silent = [r for r in range(self.num_ranks) if r != self.rank and seen[r] == now[r]]
         if not self.has_failed and silent:
-            self._declare_gone(silent[0])
+            self.declare(
+                f"{named(silent)} does not answer, and a connection has broken",
+                f"nothing in {SUSPECT:g} s, as rank {self.rank} found",
+                silent[0],
+            )
 
     def settle(self) -> None:
         """Called with the failure known. Rank 0 waits until the others know it, because the store may end with it."""
@@ -133,7 +148,8 @@ class Watch:
                 self._until(lambda: self._store.add("seen", 0) >= self.num_ranks, LOCKSTEP)
 
     def close(self, linger: float = 0.0) -> None:
-        """Stop watching. Rank 0 waits up to `linger` seconds for the others to stop, while nothing has failed."""
+        """Stop watching. While nothing has failed, rank 0 waits for the others to stop: up to `linger` seconds, and up
+        to the timeout of a collective for live processes that have not ended its last call yet."""
         if self._stop.is_set():
             return
         atexit.unregister(self.close)
@@ -141,12 +157,30 @@ class Watch:
         with suppress(RuntimeError):  # the store ended first
             self._has_ended = linger > 0
             self._post(self._mine)
-            self._store.add("closed", 1)
-            if self.rank == 0:
-                self._until(lambda: self.has_failed or self._store.add("closed", 0) >= self.num_ranks, linger)
+            self._store.set(f"closed/{self.rank}", "")
+            if self.rank == 0 and linger:
+                self._await_others(linger)
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * POLL)
+        if self.has_failed:
+            self._release(linger > 0)
+
+    def _await_others(self, linger: float) -> None:
+        others = [f"closed/{rank}" for rank in range(1, self.num_ranks)]
+        begun = time.monotonic()
+        while not self.has_failed and not self._store.check(others) and time.monotonic() - begun < self._timeout:
+            has_slow = any([self._is_behind(rank) for rank in range(1, self.num_ranks)])  # opens all lifelines
+            if time.monotonic() - begun >= linger and not has_slow:
+                return
+            time.sleep(0.05 if time.monotonic() - begun < linger else SLOW_POLL)
+
+    def _is_behind(self, rank: int) -> bool:
+        """Whether a process is known to live and has not ended this process's last call: it still needs the store."""
+        if self._store.check([f"closed/{rank}"]) or self._is_dead(rank) is not False:
+            return False
+        its = _posted(self._beat_of(rank))
+        return not its.has_ended and (its.num < self.calls.now.num or its.is_inside)
 
     # the thread
 
@@ -157,6 +191,10 @@ class Watch:
             while not self._stop.wait(POLL) and not self.has_failed:
                 if self._store.check(["first"]):
                     self._fail(json.loads(self._store.get("first")))
+                    return
+                is_dead = self._is_dead(neighbour)
+                if is_dead and not self._differs(_posted(self._beat_of(neighbour))) and not self._ended(neighbour):
+                    self._declare_gone(neighbour)
                     return
                 calls, now = self._mine, time.monotonic()
                 is_due, is_stuck = now - beat_at >= BEAT, calls == before
@@ -174,7 +212,7 @@ class Watch:
                     return
                 if beat != heard or was_stopped or _posted(beat).has_ended:
                     heard, heard_at = beat, now
-                if now - heard_at > STALE:
+                if is_dead is None and now - heard_at > self._timeout:
                     self._declare_gone(neighbour)
         except RuntimeError:
             if not self._stop.is_set():
@@ -202,6 +240,21 @@ class Watch:
         self._declare(failure_of(num, posted))
         return True
 
+    def _is_dead(self, rank: int) -> bool | None:
+        """Whether the process of a rank has ended; None if unknown."""
+        return None if self.calls.lifelines is None else self.calls.lifelines.is_dead(rank)
+
+    def _declares_dead(self) -> bool:
+        """Whether any other process has ended; the first that has is declared."""
+        dead = next((rank for rank in range(self.num_ranks) if rank != self.rank and self._is_dead(rank)), None)
+        if dead is not None:
+            self._declare_gone(dead)
+        return dead is not None
+
+    def _ended(self, rank: int) -> bool:
+        """Whether a rank has said that its script has ended."""
+        return _posted(self._beat_of(rank)).has_ended
+
     def _beat_of(self, rank: int) -> bytes:
         key = f"beat/{rank}"
         return self._store.get(key) if self._store.check([key]) else b""
@@ -215,9 +268,7 @@ class Watch:
             time.sleep(0.05)
 
     def _declare_gone(self, rank: int) -> None:
-        self.declare(
-            f"rank {rank} is gone", f"its process has ended or does not answer, as rank {self.rank} found", rank
-        )
+        self.declare(f"rank {rank} is gone", f"its process has ended, as rank {self.rank} found", rank)
 
     def _lost_store(self) -> None:
         self._fail(
@@ -233,6 +284,7 @@ class Watch:
             if self._failure is not None:
                 return
             self._failure = failure
+            self.calls.has_failed = True
         with suppress(RuntimeError):
             self._store.add("seen", 1)
         self._on_failure()

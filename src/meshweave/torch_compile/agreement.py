@@ -22,26 +22,21 @@ from meshweave.problem.figures import CostNumbers
 from meshweave.runtime.consensus import TIMEOUT_SECONDS, Exchange, named
 
 
+class GraphsDifferError(MeshweaveError):
+    """Ranks compile graphs of other structure, so that no order of one is an order of the others."""
+
+
 class Agreement(Exchange):
     """What ranks that compile the same graph agree on, in successive exchanges."""
 
     __slots__ = ()
 
     def figures(self, mine: CostNumbers, settings: str = "") -> CostNumbers:
-        """The figures of the lowest rank. Raises MeshweaveError with the ranks that did not come, that have other
-        `settings` (options, as text), or that have another graph."""
+        """The figures of the lowest rank. Raises MeshweaveError with the ranks that did not come or that have other
+        `settings` (options, as text), and GraphsDifferError with those that have another graph."""
         lead = self.ranks[0]
 
         def judge(answers: Mapping[int, Any]) -> Any:
-            differing = [rank for rank, (fingerprint, _) in answers.items() if fingerprint != mine.fingerprint]
-            if differing:
-                raise MeshweaveError(
-                    "ranks compile different graphs: their communications would not meet",
-                    where=named(differing),
-                    got=f"graph {answers[differing[0]][0]} on rank {differing[0]}",
-                    expected=f"graph {mine.fingerprint}, as on rank {lead}",
-                    hint="if ranks run different graphs (stages of a pipeline), pass ranks=, those with this graph",
-                )
             differing = [rank for rank, (_, its) in answers.items() if its != settings]
             if differing:
                 raise MeshweaveError(
@@ -51,9 +46,18 @@ class Agreement(Exchange):
                     expected=f"{settings}, as on rank {lead}",
                     hint="decide on one rank and broadcast: costs may differ between ranks, options may not",
                 )
-            return mine.numbers
+            differing = [rank for rank, (fingerprint, _) in answers.items() if fingerprint != mine.fingerprint]
+            return [None if differing else mine.numbers, differing, [answers[rank][0] for rank in differing]]
 
-        numbers = self.exchange([mine.fingerprint, settings], judge)
+        numbers, differing, fingerprints = self.exchange([mine.fingerprint, settings], judge)
+        if differing:
+            raise GraphsDifferError(
+                "ranks compile different graphs: their communications may not meet",
+                where=named(differing),
+                got=f"graph {fingerprints[0]} on rank {differing[0]}",
+                expected=f"the graph of rank {lead}",
+                hint="if ranks run different graphs (stages of a pipeline), pass ranks=, those with this graph",
+            )
         return CostNumbers(mine.fingerprint, tuple(numbers))
 
     def prove(self, graph: fx.Graph, groups: Mapping[str, Sequence[int]] | None = None) -> None:
@@ -192,6 +196,19 @@ def _ranks_of(group: Any, where: str, groups: Mapping[str, Sequence[int]] | None
             got=repr(group),
             expected="a group of torch.distributed, or one of groups=",
         ) from error
+
+
+def only_group(graph: fx.Graph, groups: Mapping[str, Sequence[int]] | None = None) -> tuple[int, ...] | None:
+    """The ranks of the group in which a graph communicates, in rising order; None if there are several groups, or
+    messages between two ranks. Other ranks need not compile this graph."""
+    found = set()
+    for node in graph.nodes:
+        row = collective_of(node) if node.op == "call_function" else None
+        if row is not None and row.is_ordered:
+            return None
+        if row is not None:
+            found.add(tuple(sorted(_ranks_of(group_of(node, row), place_of(node), groups))))
+    return found.pop() if len(found) == 1 else None
 
 
 def world_agreement(ranks: Sequence[int] | None, timeout_seconds: float = TIMEOUT_SECONDS) -> Agreement | None:

@@ -107,9 +107,10 @@ def backend(
 
     `cost`, `memory_cap_bytes`, `options` and `groups` are those of `mw.overlap`; `cost` may also be the name or file of
     a machine profile, by default it depends on the graph's device type. `inner` compiles the ordered graph: "inductor",
-    "aot_eager" (which runs it op by op) or a callable in the form of aot_autograd. `report` is called with the
-    OverlapReport of every graph that communicates; with `decompose` and `split` also with the DecomposeReport and the
-    SplitReport of each.
+    "aot_eager" (which runs it op by op) or a callable in the form of aot_autograd. With "inductor", float32 matmuls of
+    a processor run by oneDNN where that is faster on this machine, and then round differently from Inductor's own
+    (`torch.backends.mkldnn.enabled = False` prevents it). `report` is called with the OverlapReport of every graph that
+    communicates; with `decompose` and `split` also with the DecomposeReport and the SplitReport of each.
 
     `passes`: the passes over a graph, as in `compile`: "exact" (the default: overlap), "default" (overlap, split,
     decompose) or "overlap,split=2", and passes of your own whose `scope` is "graph" or "joint graph". `options`,
@@ -121,7 +122,8 @@ def backend(
     round differently. Either is applied only if the graph in its best order is then faster by the costs
     (decompose=DecomposeOptions(when="always") needs no costs).
 
-    In a job of several ranks all `ranks` (default: all of torch.distributed) compile the same graphs in the same order.
+    In a job of several ranks all `ranks` (default: those of the graph's group if it communicates in a single one, else
+    all of torch.distributed) compile the same graphs in the same order.
     They use the figures of the lowest of them, and prove that the order cannot deadlock; a rank that does not come in
     `timeout_seconds` is an error that names it. The stages of a pipeline compile different graphs: each passes its own
     ranks. With ranks=(rank,) nothing is agreed on and nothing proven, and compiled graphs may come from Inductor's

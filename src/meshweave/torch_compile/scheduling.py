@@ -4,6 +4,7 @@ communications match."""
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -30,7 +31,7 @@ from meshweave.rows import SplitOptions, SplitReport
 from meshweave.runtime.consensus import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapOptions, OverlapReport
 from meshweave.schedule.decide import OrderOptions
-from meshweave.torch_compile.agreement import Agreement, world_agreement
+from meshweave.torch_compile.agreement import Agreement, GraphsDifferError, only_group, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
 
 Cost = MachineProfile | Callable[..., float]
@@ -67,11 +68,15 @@ class BackendSettings:
         if not passes or not _communicates(graph):
             return False
         cost, notes = self._priced(graph)
-        agreement = world_agreement(self.ranks, self.timeout_seconds)
+        agreement = self._agreement(graph)
         # compilers run under the fake mode of the graph, and meshweave creates tensors too
         with unset_fake_temporarily():
             program = self._program(graph, agreement)
-            chosen, variants = run_passes(program, passes, cost)
+            try:
+                chosen, variants = run_passes(program, passes, cost)
+            except GraphsDifferError as error:
+                self._keep_order(graph, scope, program, agreement, error)
+                return False
             if chosen.program is not program:
                 substitute(graph, chosen.program.module)
         if agreement is not None and scope == "graph":
@@ -79,6 +84,35 @@ class BackendSettings:
         for report in (report for reports in chosen.reports.values() for report in reports):
             self._tell(report, notes, variants)
         return chosen.program is not program
+
+    def _agreement(self, graph: fx.Graph) -> Agreement | None:
+        """The agreement of the ranks that compile this graph; None if this process is alone."""
+        if world_agreement(self.ranks) is None:
+            return None
+        groups = None if self.groups is None else dict(self.groups)
+        return world_agreement(self.ranks or only_group(graph, groups), self.timeout_seconds)
+
+    def _keep_order(
+        self,
+        graph: fx.Graph,
+        scope: Scope,
+        program: GraphProgram,
+        agreement: Agreement | None,
+        difference: GraphsDifferError,
+    ) -> None:
+        """Leave a graph as it is where ranks have different compute (uneven shards are padded on some ranks only).
+        Raises the difference if their communications do not match either."""
+        if agreement is None or scope != "graph":
+            return
+        try:
+            agreement.prove(graph, program.groups)
+        except MeshweaveError as error:
+            raise difference from error
+        warnings.warn(
+            f"meshweave leaves a graph in its order: {difference.where} and rank {agreement.ranks[0]} compute other "
+            "things around the same communications (a dim that is not divided evenly is padded on some ranks only)",
+            stacklevel=2,
+        )
 
     def _program(self, graph: fx.Graph, agreement: Agreement | None) -> GraphProgram:
         is_job = dist.is_available() and dist.is_initialized()
