@@ -79,7 +79,7 @@ def measure(mesh_text: str, passes: str = "none", layers: int = 32) -> dict[str,
 
 def main() -> None:
     if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1], *sys.argv[2:3])))
+        print(json.dumps(measure(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "none")))
         return
     runs = [(mesh, "none") for mesh in MESHES] + [(MESHES[0], "default")] * 2  # an empty cache, then a full one
     with tempfile.TemporaryDirectory() as cache:
