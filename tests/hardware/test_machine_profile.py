@@ -277,6 +277,30 @@ def measured(**changes: object) -> MachineProfile:
     return replace(load_profile("cpu-gloo"), name="measured", **changes)
 
 
+def test_dtypes_that_were_not_measured_are_priced_as_the_nearest_that_was() -> None:
+    from meshweave.hardware.schema import AttentionModel, AttentionPoints, MatmulModel, MatmulPoints
+
+    tables = tuple(
+        MatmulPoints(name, ((64, 64, 64, 1, seconds),)) for name, seconds in (("float32", 1e-3), ("float64", 4e-3))
+    )
+    rows = tuple(
+        AttentionPoints("float32", d, ((4, 128, 128, 64, 0, s),)) for d, s in (("forward", 1e-2), ("backward", 3e-2))
+    )
+    profile = measured(
+        peak=(("float32", 4e9), ("float64", 1e9)),
+        matmul=MatmulModel(measured=tables),
+        attention=AttentionModel(measured=rows),
+    )
+    nearest = {torch.float16: 1e-3, torch.int32: 1e-3, torch.int64: 4e-3, torch.complex64: 4e-3, torch.complex128: 4e-3}
+    for dtype, seconds in nearest.items():
+        assert profile.compute_seconds(Matmul(64, 64, 64, 1, dtype, 1)) == pytest.approx(seconds)
+    for is_backward, seconds in ((False, 1e-2), (True, 3e-2)):
+        for dtype, factor in ((torch.float32, 1), (torch.float16, 1), (torch.float64, 4)):  # the ratio of their matmuls
+            work = Attention(4, 128, 128, 64, False, is_backward, dtype, 1)
+            assert profile.compute_seconds(work) == pytest.approx(factor * seconds)
+    assert profile.peak_flops(torch.int64) == 1e9
+
+
 def test_measured_points_are_kept_and_followed() -> None:
     from meshweave.hardware.schema import AttentionPoints, MatmulPoints, MemoryCurve
 

@@ -59,14 +59,21 @@ def test_chunks_equal_the_whole_step_in_float64(settings: dict[str, Any], mesh: 
 
 QUICK = {"mixtral"}
 KINDS = [
-    pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in FAMILIES if kind != "llama4_text"
+    pytest.param(kind, is_padded, marks=() if kind in QUICK else pytest.mark.slow)
+    for kind in FAMILIES
+    if kind != "llama4_text"
+    for is_padded in (False, True)
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_mixtures_train_as_on_one_device(kind: str) -> None:
-    """Their auxiliary losses take the rows of all chunks together."""
+@pytest.mark.parametrize(("kind", "is_padded"), KINDS)
+def test_mixtures_train_as_on_one_device(kind: str, is_padded: bool) -> None:
+    """Their auxiliary losses take the rows of all chunks together; that of a padded batch reshapes an expanded mask."""
     data = [tokens(batch=4, seed=s) for s in range(2)]
+    if is_padded:
+        data = [
+            {**batch, "attention_mask": (torch.arange(8) < torch.tensor([[8], [6], [7], [5]])).long()} for batch in data
+        ]
     model = mixture(kind)
     alone, expected = train(model, data, loss=own_loss)
     step, losses = train(model, data, "ep=2", loss=own_loss, plan="ep:ep", split=ALWAYS[2])

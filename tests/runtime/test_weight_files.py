@@ -122,6 +122,36 @@ def test_other_dtypes_and_scalars(tmp_path: Path) -> None:
         assert torch.equal(model.state_dict()[name], value)
 
 
+class Rotated(nn.Linear):
+    """Has a complex buffer, as rotary embeddings do, which forward leaves conjugated."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("turns", torch.polar(torch.ones(2), torch.arange(2.0)).to(dtype))
+
+    def forward(self, input: Tensor) -> Tensor:
+        turned = torch.view_as_complex(super().forward(input).view(-1, 2, 2)) * self.turns
+        self.turns = self.turns.conj()
+        return torch.view_as_real(turned.conj().resolve_conj())
+
+
+def test_a_complex_buffer(tmp_path: Path) -> None:
+    for dtype in (torch.complex64, torch.complex128):
+        model = Rotated(dtype)
+        first = model.turns.clone()
+        optimizer, example = torch.optim.SGD(model.parameters(), lr=0.1), {"input": torch.randn(8, 4)}
+        step = mw.compile(model, loss=lambda out, _: out.sum(), example=example, optimizer=optimizer, mesh="dp=2")
+        step(example)
+        assert torch.equal(model.turns, first.conj())
+        if dtype == torch.complex128:
+            with pytest.raises(CheckpointError, match="of this dtype"):
+                step.save_pretrained(str(tmp_path))
+            continue
+        step.save_pretrained(str(tmp_path))
+        with safe_open(tmp_path / "model.safetensors", framework="pt") as saved:
+            assert torch.equal(saved.get_tensor("turns"), first.conj())
+
+
 def test_what_is_not_there_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
 

@@ -205,3 +205,24 @@ def test_attention_of_a_piece_is_priced_by_what_its_queries_see(balance: str, se
     pairs = sum(w.queries * w.keys * (0.5 if w.is_causal else 1) for w in forward)
     assert pairs == seen
     assert sum(w.flops for w in works) == pytest.approx(pairs * 2 * 2 * 8 * 2 * (2 + 5))
+
+
+class Shared(nn.Module):
+    """Products of a value with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        attended = nn.functional.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None]).squeeze(1)
+        return (attended @ attended).sum((1, 2))
+
+
+def test_an_operand_that_is_passed_twice_counts_twice() -> None:
+    rank = program(Shared(), (torch.randn(2, 16, 16),), lambda out, batch: out.square().sum())
+    kernels, _ = kernels_of(rank, local_values(rank), "ops")
+    works = [work for kernel in kernels for work in kernel.works if kernel.node.meta["origin"].phase == "forward"]
+    assert [(w.m, w.n, w.k, w.batch) for w in works if isinstance(w, Matmul)] == [(32, 16, 16, 1), (16, 16, 16, 2)]
+    assert [(w.heads, w.queries, w.keys) for w in works if isinstance(w, Attention)] == [(2, 16, 16)]

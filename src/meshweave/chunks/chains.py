@@ -22,12 +22,11 @@ from meshweave.chunks.cut import (
     has_symbols,
     is_same,
     kind_of,
-    operands_of,
 )
 from meshweave.chunks.writer import ChunkWriter, Number
 from meshweave.ir import local_ops
 from meshweave.ir.graph import map_nodes, origin_of
-from meshweave.ir.rank import SYMBOLS
+from meshweave.ir.rank import SYMBOLS, operands_of
 from meshweave.ir.traits import RANK_CHANGES
 from meshweave.ir.values import NOTHING, Value, Values
 

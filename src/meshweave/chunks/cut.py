@@ -52,13 +52,6 @@ class Op:
     result: Shape
 
 
-def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors among the arguments, in order, with repetitions."""
-    operands: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if n.target not in SYMBOLS else None)
-    return operands
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
     """How ops of a kind are cut. `forward(op, i, cut)`: the cut of the result if operand i is cut, or "sum" if the

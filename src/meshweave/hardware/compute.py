@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,21 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def peak_flops(profile: MachineProfile, dtype: torch.dtype) -> float:
-    return _entry(profile, "peak", profile.peak, name_of(dtype))
+    return _entry(profile, "peak", profile.peak, _priced_as(dtype, dict(profile.peak), bool(profile.matmul.measured)))
+
+
+def _priced_as(dtype: torch.dtype, known: Collection[str], is_measured: bool) -> str:
+    """The dtype whose figures price `dtype`. A calibration measures few: the nearest of them stands for each other, the
+    narrowest that is not narrower, or else the widest. In figures that were not measured, each dtype has its own."""
+    name = name_of(dtype)
+    if name in known or not known or not is_measured:
+        return name
+    return min(known, key=lambda each: _distance(dtype, each))
+
+
+def _distance(dtype: torch.dtype, name: str) -> tuple[bool, int]:
+    wider = getattr(torch, name).itemsize - dtype.itemsize
+    return wider < 0, abs(wider)
 
 
 def matmul_seconds(profile: MachineProfile, work: Matmul) -> float:
@@ -55,9 +69,11 @@ def matmul_seconds(profile: MachineProfile, work: Matmul) -> float:
     tile takes the time of its products along k and a ramp (filling the pipeline, writing the tile). The fastest of all
     tile shapes and splits of k counts, as the library chooses.
     """
-    model, dtype = profile.matmul, name_of(work.dtype)
+    model = profile.matmul
     if not work.flops:
         return profile.launch_s
+    known = {*(table.dtype for table in model.measured), *dict(model.sustained)}
+    dtype = _priced_as(work.dtype, known, bool(model.measured))
     for table in model.measured:
         if table.dtype == dtype:
             points = [(m, n, k, b, 2.0 * m * n * k * b, seconds) for m, n, k, b, seconds in table.points]
@@ -86,16 +102,20 @@ def _tiled(work: Matmul, tile: tuple[int, int], splits: int, num_units: int, uni
 
 def attention_seconds(profile: MachineProfile, work: Attention) -> float:
     """The longer of math and memory, after a launch; the math fills multiprocessors in waves of blocks of queries."""
-    model, dtype = profile.attention, name_of(work.dtype)
+    model = profile.attention
     if not work.flops:
         return profile.launch_s
     direction = "backward" if work.is_backward else "forward"
-    for table in model.measured:
-        if table.dtype == dtype and table.direction == direction:
-            chosen = [p for p in table.points if bool(p[4]) == work.is_causal] or list(table.points)
-            features = (work.heads, work.queries, work.keys, work.head_dim)
-            seconds = between([_counted(p, work) for p in chosen], features, work.flops)
-            return max(seconds, profile.launch_s)
+    measured = {table.dtype: table for table in model.measured if table.direction == direction}
+    dtype = _priced_as(work.dtype, measured, not model.kernels)
+    if dtype in measured:
+        table = measured[dtype]
+        chosen = [p for p in table.points if bool(p[4]) == work.is_causal] or list(table.points)
+        features = (work.heads, work.queries, work.keys, work.head_dim)
+        seconds = between([_counted(p, work) for p in chosen], features, work.flops)
+        if dtype != name_of(work.dtype):
+            seconds *= peak_flops(profile, getattr(torch, dtype)) / peak_flops(profile, work.dtype)
+        return max(seconds, profile.launch_s)
     rate, half = _attention_rate(profile, work)
     if dtype != model.dtype:
         rate *= peak_flops(profile, work.dtype) / _entry(profile, "peak", profile.peak, model.dtype)

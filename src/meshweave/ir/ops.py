@@ -48,7 +48,18 @@ def _layer_norm_backward(
     return aten.native_layer_norm_backward.default(grad, x, shape, mean.contiguous(), rstd.contiguous(), *rest)
 
 
+def _conjugate(x: Tensor) -> Tensor:
+    """Conjugated now, and not when read: `resolve_conj()` leaves no op in a captured graph."""
+    return x.conj_physical()
+
+
+def _negate(x: Tensor) -> Tensor:
+    return x.neg()
+
+
 KERNELS[aten.native_layer_norm_backward.default] = _layer_norm_backward
+KERNELS[aten._conj.default] = _conjugate
+KERNELS[aten._neg_view.default] = _negate
 
 
 def define_op(name: str) -> Callable[[Callable[..., Any]], Any]:

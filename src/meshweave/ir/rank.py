@@ -78,6 +78,13 @@ SYMBOLS: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The tensors among the arguments, in order, with repetitions."""
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if n.target not in SYMBOLS else None)
+    return operands
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Messages between devices: every device of the target gets its piece from devices of the source.

@@ -43,7 +43,7 @@ _WORK = {
         "_scaled_dot_product_flash_attention_for_cpu_backward _flash_attention_backward"
     ),
     "pointwise": (
-        "_to_copy _conj _prelu_kernel _prelu_kernel_backward avg_pool2d avg_pool2d_backward avg_pool3d "
+        "_to_copy _conj _neg_view _prelu_kernel _prelu_kernel_backward avg_pool2d avg_pool2d_backward avg_pool3d "
         "avg_pool3d_backward bucketize complex fill hardshrink_backward hardswish hardtanh_backward "
         "leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill mish_backward polar "
         "own_rows all_rows round_parts searchsorted softshrink_backward sum_parts tril triu where floor_divide isin "

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from meshweave.chunks.chains import Chunker, Downstream, Shapes, Upstream, cuttable
-from meshweave.chunks.cut import Cut, NoCut, kind_of, operands_of
+from meshweave.chunks.cut import Cut, NoCut, kind_of
 from meshweave.chunks.writer import ChunkWriter, Number, Ring
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_TO_ALL, permute
 from meshweave.ir.graph import erase_unused, origin_of
+from meshweave.ir.rank import operands_of
 from meshweave.rings.emit import blocks_of, write_exchange
 from meshweave.rings.find import earlier, needed
 from meshweave.rings.rewrite import Products, RingScheme, finish, inherit, wait_of

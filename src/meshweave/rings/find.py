@@ -8,9 +8,10 @@ from typing import Any
 from torch import fx
 
 from meshweave.chunks.chains import Downstream, Shapes, Upstream, downstream, late_text, upstream
-from meshweave.chunks.cut import FIXED, LOOSE, Cut, Shape, Sum, kind_of, operands_of
+from meshweave.chunks.cut import FIXED, LOOSE, Cut, Shape, Sum, kind_of
 from meshweave.chunks.writer import Ring
 from meshweave.ir.collectives import ALL_REDUCE, OURS, STARTS, WAIT
+from meshweave.ir.rank import operands_of
 from meshweave.rings.rewrite import RingScheme, wait_of
 
 KINDS: Mapping[Any, str] = {row.op: row.name for row in OURS if row.may_decompose}

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from meshweave.chunks.chains import Downstream, Shapes, Upstream, operand_cuts, part_of, read_outside
-from meshweave.chunks.cut import Cut, Sum, is_same, kind_of, operands_of
+from meshweave.chunks.cut import Cut, Sum, is_same, kind_of
 from meshweave.chunks.writer import Index, Ring
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import MemoryWork
 from meshweave.ir.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST
 from meshweave.ir.device_program import DeviceProgram
+from meshweave.ir.rank import operands_of
 from meshweave.rings.algorithms import RingStep
 from meshweave.rings.all_to_all import ExchangeRegion
 from meshweave.rings.find import KINDS

@@ -15,13 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from meshweave.chunks.cut import operands_of
 from meshweave.chunks.writer import Mark
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops, ops  # noqa: F401  (defines our attention)
 from meshweave.ir.collectives import BROADCAST, destinations, permute
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import linear, ring_index
+from meshweave.ir.rank import linear, operands_of, ring_index
 
 _Token = tuple[int, int]  # the device whose data it is, and the number of the chunk
 

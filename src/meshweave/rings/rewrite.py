@@ -8,11 +8,12 @@ import torch
 from torch import fx
 
 from meshweave.chunks.chains import Chunker, Downstream, Shapes, Upstream, part_of, read_outside, shaped
-from meshweave.chunks.cut import Cut, operands_of
+from meshweave.chunks.cut import Cut
 from meshweave.chunks.writer import ChunkWriter, Number, Ring
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_GATHER, WAIT
 from meshweave.ir.graph import erase_unused
+from meshweave.ir.rank import operands_of
 from meshweave.rings.algorithms import Algorithm
 from meshweave.rings.emit import Consume, Produce, blocks_of, write_exchange, write_gather, write_reduce
 

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from meshweave.chunks.chains import Downstream, Shapes, Upstream
-from meshweave.chunks.cut import operands_of
 from meshweave.chunks.writer import ChunkWriter, Ring, RingKind, ring_of
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.collectives import ALL_TO_ALL
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import origin_of, place_of
+from meshweave.ir.rank import operands_of
 from meshweave.problem.prices import ProfilePrices
 from meshweave.problem.read import read
 from meshweave.rings.algorithms import algorithm, prove

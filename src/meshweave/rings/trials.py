@@ -9,9 +9,9 @@ from typing import Any
 from torch import fx
 
 from meshweave.chunks.chains import Downstream
-from meshweave.chunks.cut import operands_of
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import op_name
+from meshweave.ir.rank import operands_of
 from meshweave.problem.figures import Agree, CostNumbers, fingerprint
 from meshweave.rings.candidates import CandidateWriter, RingCandidate
 from meshweave.rings.rewriter import Pick, RingChoice, by_gain

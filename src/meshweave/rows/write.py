@@ -72,9 +72,22 @@ class RowWriter:
         pairs = zip(new.all_input_nodes, node.all_input_nodes, strict=True)
         changed = any(n.meta.get("val") is not o.meta.get("val") for n, o in pairs)
         if is_view(node) and changed and "val" in node.meta:  # without: its shape differs between devices
-            new.meta["val"] = val_of_call(node.target, new.args, new.kwargs, node.meta["val"])
+            new.meta["val"] = self.val_of_view(new)
         self.whole[node] = new
         return new
+
+    def val_of_view(self, new: fx.Node) -> Any:
+        """The val of a view of another operand than before. Views of a captured step may be reshapes of what no view
+        can reshape (an expanded mask): there the operand is copied first."""
+        like = new.meta["val"]
+        try:
+            return val_of_call(new.target, new.args, new.kwargs, like)
+        except RuntimeError:
+            if new.target not in RESHAPES:
+                raise
+        with self.new.inserting_before(new):
+            new.args = (self.contiguous(new.args[0], new, None), *new.args[1:])  # type: ignore[arg-type]
+        return val_of_call(new.target, new.args, new.kwargs, like)
 
     def as_whole(self, node: fx.Node) -> fx.Node:
         """The whole value: as computed, as a view of a whole value, or its chunks joined."""

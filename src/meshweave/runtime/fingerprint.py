@@ -7,6 +7,8 @@ import hashlib
 import torch
 from torch import Tensor
 
+from meshweave.runtime.messages import bytes_of, dense
+
 _CHUNK = 1 << 16  # 8-byte words that are multiplied at a time: 512 KiB, which fit in a core's cache
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: Knuth, TAOCP 6.4
 _NEXT_CHUNK = 0x2545F4914F6CDD1D  # odd; Vigna, An experimental exploration of Marsaglia's xorshift generators (2016)
@@ -24,8 +26,7 @@ def fingerprint(value: Tensor, most_words: int | None = None) -> Tensor:
     2^-64. Of more than `most_words` words only that many are read, an odd number of words apart. Shape and dtype do not
     enter.
     """
-    whole = value.detach().contiguous()
-    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # a tensor of one element may have any stride
+    flat = bytes_of(dense(value.detach()))
     num_words = flat.numel() // 8
     tail = torch.nn.functional.pad(flat[8 * num_words :], (0, 8 * num_words + 8 - flat.numel()))
     body = flat[: 8 * num_words]

@@ -13,11 +13,11 @@ from meshweave.hardware.collectives import bytes_received
 from meshweave.hardware.work import Attention, Matmul
 from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, local_values
 from meshweave.runtime.meter import classify
 from meshweave.runtime.tracing import DeviceTrace, Event
-from meshweave.simulate.classify import work_of
+from meshweave.simulate.classify import operand_values, work_of
 from meshweave.simulate.exposure import covered
 from meshweave.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 
@@ -223,9 +223,8 @@ def _held(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], kinds: Mappin
 
 def _works(node: fx.Node, local: Local) -> tuple[Matmul | Attention, ...]:
     """The work of an op; an op without a known cost has none, which does not affect its measured time."""
-    operands = [x for n in node.all_input_nodes if n.target not in SYMBOLS for x in local.values.get(n, ())]
     try:
-        return work_of(node, operands, local.values[node])  # type: ignore[return-value]
+        return work_of(node, operand_values(node, local.values), local.values[node])  # type: ignore[return-value]
     except MeshweaveError:
         return ()
 

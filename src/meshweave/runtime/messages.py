@@ -16,6 +16,11 @@ NUM_TAGS = 1 << 16  # message numbers wrap around; far fewer are in flight at on
 Message = tuple[int, Tensor]  # to or from a rank of the process group; contiguous
 
 
+def dense(x: Tensor) -> Tensor:
+    """Contiguous, and with its own bytes: a tensor that torch conjugates or negates when it is read becomes a copy."""
+    return x.contiguous().resolve_conj().resolve_neg()
+
+
 def bytes_of(x: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, sharing its memory. A tensor of a single element may have any stride."""
     assert x.is_contiguous(), f"a tensor of strides {x.stride()}"

@@ -29,7 +29,7 @@ from meshweave.runtime.background import Background, wait_all
 from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending
 from meshweave.runtime.executor import TaskRecorder
 from meshweave.runtime.local import piece_of, receive
-from meshweave.runtime.messages import Messages, bytes_of
+from meshweave.runtime.messages import Messages, bytes_of, dense
 from meshweave.runtime.watch import await_work
 
 # A live peer that is silent for so long counts as stuck. Dead peers are detected sooner (see watch.py). torch's own
@@ -127,7 +127,7 @@ class ClusterCommunicator:
         if group.process_group is None:
             return operand
         self.check()
-        x = operand.contiguous()
+        x = dense(operand)
         if self._is_long(op, group, x):
             is_free = (is_owned or x is not operand) and is_unshared(x)
             return self._begun(lambda: self._two_rounds(group, x, args, is_free))
@@ -190,7 +190,7 @@ class ClusterCommunicator:
                 parts.setdefault(message.sender, []).append(part)
         for message in sent:
             assert operand is not None
-            part = operand[piece_of(message.box, entry.source.box_of(shape, self.rank))].contiguous()
+            part = dense(operand[piece_of(message.box, entry.source.box_of(shape, self.rank))])
             calls.append((dist.isend, bytes_of(part), message.receiver))
             buffers.append(part)
         works: tuple[Any, ...]
@@ -217,7 +217,7 @@ class ClusterCommunicator:
         if group.process_group is None:
             return operand
         self.check()
-        return self._begun(lambda: self._pass_on(group, operand.contiguous(), receivers))
+        return self._begun(lambda: self._pass_on(group, dense(operand), receivers))
 
     def _pass_on(self, group: Group, x: Tensor, receivers: tuple[int, ...]) -> Pending:
         own = group.own
@@ -241,7 +241,7 @@ class ClusterCommunicator:
         """The value of `x` on rank `source`, on every rank of the world, in place."""
         self.num_started += 1
         self.check()
-        x = x.contiguous()
+        x = dense(x)
         work = lambda: dist.broadcast(bytes_of(x), source, async_op=True)  # noqa: E731
         return self.wait(self._begun(lambda: Pending((work(),), (x,), lambda: x)))
 

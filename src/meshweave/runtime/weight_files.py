@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from meshweave.errors import CheckpointError
 from meshweave.ir.graph import Spec
 from meshweave.ir.pieces import Box
+from meshweave.runtime.messages import bytes_of, dense
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -30,7 +31,8 @@ _LOG = logging.getLogger("meshweave")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "C64": torch.complex64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -150,7 +152,9 @@ def write_weights(
     folder: Path, specs: Mapping[str, Spec], values: Iterable[tuple[str, Tensor]], max_file_bytes: int, writes: bool
 ) -> None:
     """Write tensors, in the order of `specs`, into files of at most so many bytes (or of a single tensor) and their
-    index. `values` yields each in that order; if not `writes`, they are consumed and nothing is written."""
+    index. `values` yields each in that order; if not `writes`, they are consumed and nothing is written. Raises
+    CheckpointError for a dtype that the format lacks."""
+    _check_dtypes(folder, specs)
     files = _cut(specs, max_file_bytes)
     tensors = iter(values)
     if writes:
@@ -165,10 +169,22 @@ def write_weights(
             _write_header(stream, {name: specs[name] for name in names})
             for _ in names:
                 _, tensor = next(tensors)
-                stream.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                stream.write(bytes_of(dense(tensor.detach().cpu())).numpy().data)
         os.replace(staged, folder / file)
     if writes:
         _write_index(folder, specs, files)
+
+
+def _check_dtypes(folder: Path, specs: Mapping[str, Spec]) -> None:
+    for name, spec in specs.items():
+        if spec.dtype not in _NAMES:
+            raise CheckpointError(
+                "safetensors files cannot have a tensor of this dtype",
+                where=f"{folder}, '{name}'",
+                got=str(spec.dtype),
+                expected=", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES),
+                hint="save checkpoints by step.save(path), or make a buffer that need not be saved persistent=False",
+            )
 
 
 def _cut(specs: Mapping[str, Spec], max_file_bytes: int) -> dict[str, list[str]]:

@@ -63,6 +63,7 @@ add(
         aten.logit_backward.default,
         aten.hardshrink_backward.default,
         aten._conj.default,
+        aten._neg_view.default,
         aten.softshrink_backward.default,
     ],
     _FIRST,

@@ -17,9 +17,9 @@ from meshweave.interop.ops import arguments_of, is_operator
 from meshweave.ir import local_ops
 from meshweave.ir.causal import Causal
 from meshweave.ir.graph import argument, op_name, origin_of
-from meshweave.ir.rank import linear
+from meshweave.ir.rank import linear, operands_of
 from meshweave.ir.traits import base_name, inner_target, work_kind
-from meshweave.ir.values import Value
+from meshweave.ir.values import Value, Values
 
 aten = torch.ops.aten
 Operands = Sequence[Value]
@@ -87,6 +87,11 @@ def is_closing(node: fx.Node, operands: Operands, results: Operands) -> bool:
         reduced = [d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
         return bool(reduced) and reduced[0] < len(before) - len(reduced)
     return before[: len(after)] != after or not after
+
+
+def operand_values(node: fx.Node, values: Mapping[fx.Node, Values]) -> Operands:
+    """The operands of an op in the order of its arguments, with repetitions: `x @ x` has two."""
+    return [x for n in operands_of(node) for x in values.get(n, ())]
 
 
 def work_of(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:

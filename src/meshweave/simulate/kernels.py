@@ -26,7 +26,7 @@ from meshweave.ir.graph import Origin, block_name, map_nodes, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, Value
-from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_work, work_of
+from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_work, operand_values, work_of
 
 Fusion = Literal["ops", "eager", "compiled", "blocks", "blocks+loss"]
 
@@ -336,7 +336,7 @@ def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], loca
     ]
     if len(group.nodes) == 1:
         (node,) = group.nodes
-        shown = [x for n in node.all_input_nodes for x in local.values.get(n, ())]
+        shown = operand_values(node, local.values)
         is_view = node in grouping.bases
         works = (MemoryWork("copy", 0, 0, shown[0].dtype),) if is_view else work_of(node, shown, local.values[node])
     else:
@@ -344,8 +344,7 @@ def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], loca
         kinds = [grouping.kinds[n] for n in group.nodes]
         if kinds[0] == "matmul":  # with a bias
             product = group.nodes[0]
-            shown = [x for n in product.all_input_nodes for x in local.values.get(n, ())]
-            works = work_of(product, shown, local.values[product])
+            works = work_of(product, operand_values(product, local.values), local.values[product])
             return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes))
         kind = next((k for k in ("reduction", "gather", "random") if k in kinds), "pointwise")
         works = (memory_work(kind, operands, [x for n in writes for x in local.values[n]], len(group.nodes)),)
