@@ -70,6 +70,7 @@ class Exchange:
                     raise self._absent(self.ranks[:1], 2 * self.timeout_seconds)
                 verdict = json.loads(self.store.get(f"{key}/verdict"))
         except RuntimeError as error:  # what stores raise if their server is gone
+            self.check()  # a known failure is the cause
             raise MeshweaveError(
                 "the store of torch.distributed cannot be reached",
                 where=f"rank {self.rank}",
