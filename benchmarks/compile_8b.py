@@ -2,7 +2,7 @@
 
     python benchmarks/compile_8b.py                        # all, each in a process of its own
     python benchmarks/compile_8b.py fsdp=8,tp=8            # one mesh
-    python benchmarks/compile_8b.py fsdp=8,tp=8 default    # with the default passes on H100, as a job runs them
+    python benchmarks/compile_8b.py fsdp=8,tp=8 default    # with the default passes, priced for H100
 
 The default passes run twice, with an empty cache and with what the first start left in it. Reads
 CPU seconds beside wall seconds, since machines are shared. The model is on the meta device.
