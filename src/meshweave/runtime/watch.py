@@ -213,7 +213,7 @@ class Watch:
                 if beat != heard or was_stopped or _posted(beat).has_ended:
                     heard, heard_at = beat, now
                 if is_dead is None and now - heard_at > self._timeout:
-                    self._declare_gone(neighbour)
+                    self._declare_gone(neighbour, f"it has not answered for {self._timeout:g} s")
         except RuntimeError:
             if not self._stop.is_set():
                 self._lost_store()
@@ -267,8 +267,8 @@ class Watch:
         while time.monotonic() < end and not done():
             time.sleep(0.05)
 
-    def _declare_gone(self, rank: int) -> None:
-        self.declare(f"rank {rank} is gone", f"its process has ended, as rank {self.rank} found", rank)
+    def _declare_gone(self, rank: int, why: str = "its process has ended") -> None:
+        self.declare(f"rank {rank} is gone", f"{why}, as rank {self.rank} found", rank)
 
     def _lost_store(self) -> None:
         self._fail(

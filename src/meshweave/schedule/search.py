@@ -51,7 +51,6 @@ _STEP = 0.9  # from a rung to the next below the peak of the input order, until 
 _AGAIN = 6000  # items that are scheduled again on each rung, by the fastest methods; at least two methods in any graph
 _ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and copies
 
-
 Method = tuple[Policy, bool]  # how an order is computed: a policy, and whether on folded items
 
 
@@ -241,12 +240,12 @@ class OrderSearch:
         return tuple(sorted({min(size, self.most_bytes) for size in sizes}))
 
     def sized(self, gathers: float, reductions: float, methods: Sequence[Method] = ()) -> float:
-        """Schedule buckets of these sizes, by `ways` or the leading methods; returns the seconds."""
+        """Schedule buckets of these sizes, by `methods` or the leading methods; returns the seconds."""
         gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
         buckets = self.merger.buckets(gathers, reductions, _RAMP if self.is_busy and not self.is_small else 0)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
-            self.bucketed[buckets] = min(c.seconds[0] for c in self.by_methods(name, buckets, methods))
+            self.bucketed[buckets] = min(c.seconds[0] for c in self.all_by(name, buckets, methods))
             if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good on slower links
                 self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
         self.tried[gathers, reductions] = self.bucketed[buckets]
@@ -275,10 +274,8 @@ class OrderSearch:
         fastest = min(bucketed, key=lambda attempt: attempt[0].seconds[0], default=None)
         return ((fastest[2], fastest[1].is_folded),) if fastest else ()
 
-    def by_methods(
-        self, name: str, buckets: tuple[Bucket, ...], methods: Sequence[Method] = ()
-    ) -> list[OrderCandidate]:
-        """Schedule a set of buckets by `ways`, or by the best methods without buckets."""
+    def all_by(self, name: str, buckets: tuple[Bucket, ...], methods: Sequence[Method] = ()) -> list[OrderCandidate]:
+        """Schedule a set of buckets by `methods`, or by the best methods without buckets."""
         return [
             self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
             for policy, is_folded in methods or self.leading()
@@ -287,9 +284,8 @@ class OrderSearch:
     def leading(self) -> list[Method]:
         """The best policies without buckets, and whether on folded items; ties go to the first."""
         methods = self.methods()
-        ranked = sorted(
-            (c for c in self.judged if c.name in methods and c.peak <= self.room), key=lambda c: c.seconds[0]
-        )
+        fitting = [c for c in self.judged if c.name in methods and c.peak <= self.room]
+        ranked = sorted(fitting, key=lambda c: c.seconds[0])
         distinct = {round(c.seconds[0], 9): methods[c.name] for c in reversed(ranked)}
         best = list(dict.fromkeys(reversed(distinct.values()))) or [(_POLICIES[0], True)]
         return best[: 3 if self.is_small else 2]
@@ -306,7 +302,7 @@ class OrderSearch:
                 left -= self.merger.reading.problem.num_items
                 if left < 0:
                     return
-                self.by_methods("single merges", buckets)
+                self.all_by("single merges", buckets)
                 tried += 1
             better = self.best()
             if not tried or better is current:
