@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.effort import calls_of
 from tests.engine.schedules import Driver
 from torch import fx
 
@@ -385,7 +385,7 @@ def test_roles_that_come_in_another_order_do_not_end() -> None:
     ]
 
 
-def test_roles_of_1024_devices_take_less_than_a_second() -> None:
+def test_the_work_for_roles_of_1024_devices_grows_with_their_nodes() -> None:
     """Four stages of 256 devices, 4,000 nodes each: what a check of it costs."""
     mesh = Mesh("pp=4,dp=256")
     stages = [mesh["pp"][i] for i in range(4)]
@@ -399,13 +399,16 @@ def test_roles_of_1024_devices_take_less_than_a_second() -> None:
             calls += [(transfer, f"t{k}")] if i in (k % 3, k % 3 + 1) else []
         roles.append(role(mesh, calls, stage.devices, (mesh, *stages), table))
     assert [len(r.graph.nodes) for r in roles] == [2802, 3202, 3202, 2802]
-    begin = time.process_time()
     lowered = lower_roles(roles)
-    machine, events = EventMachine(lowered.schedule), [Release(0)]
-    while events:
-        events += [Done(a.stream, a.stop) for a in machine.handle(events.pop()) if isinstance(a, Run)]  # type: ignore[misc]
-    assert time.process_time() - begin < 1
-    assert machine.unfinished() == []
+
+    def run() -> EventMachine:
+        machine, events = EventMachine(lower_roles(roles).schedule), [Release(0)]
+        while events:
+            events += [Done(a.stream, a.stop) for a in machine.handle(events.pop()) if isinstance(a, Run)]  # type: ignore[misc]
+        return machine
+
+    assert run().unfinished() == []
+    assert calls_of(run) < 100 * 12_000
     assert len(lowered.copies) == 4 * 600 + 600
 
 

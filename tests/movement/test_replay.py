@@ -1,12 +1,12 @@
 """replay: it passes what the planner makes, and fails whatever is changed in it."""
 
 import importlib
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.effort import calls_of
 
 import meshweave as mw
 from meshweave.errors import VerifyError
@@ -295,10 +295,9 @@ def test_compile_takes_no_plan_that_is_not_proven(monkeypatch: pytest.MonkeyPatc
         mw.compile(model, **options)
 
 
-def test_axes_that_no_step_touches_cost_no_time() -> None:
+def test_axes_that_no_step_touches_cost_nothing() -> None:
     """A gather over 4 of 16,384 devices, with uneven pieces: one replay for each size that the outer axis leaves."""
     mesh = Mesh("a=4096,b=4")
     made = plan_move(Layout.parse("[{a,b}, {}]", mesh), Layout.parse("[{a}, {}]", mesh), (30001, 8), torch.float32)
-    began = time.perf_counter()
     replay(made, (30001, 8))
-    assert time.perf_counter() - began < 1
+    assert calls_of(lambda: replay(made, (30001, 8))) < 100_000

@@ -128,7 +128,7 @@ def test_the_first_failure_is_told_and_all_others_stop_within_seconds() -> None:
         raise RuntimeError("no memory left")
 
     def endless(call: Any, x: fx.Node) -> fx.Node:
-        for _ in range(2000):
+        for _ in range(12_000):  # two minutes
             x = call(slow, x)
         return all_reduce(call, x)
 
@@ -141,7 +141,7 @@ def test_the_first_failure_is_told_and_all_others_stop_within_seconds() -> None:
         run(role(0, endless), role(1, lambda call, x: all_reduce(call, call(fail, x))))
     assert error.value.got == "RuntimeError: no memory left"
     assert error.value.where.startswith("model.py:")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def workers() -> set[threading.Thread]:

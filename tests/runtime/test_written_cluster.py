@@ -73,7 +73,7 @@ def job_written(pipe: Connection, what: str) -> dict[str, Any]:
         for batch in data[2:]:
             loss = float(step(batch))
     except StepError as error:
-        return {"what": error.what, "text": str(error), "fast": time.monotonic() - began < 15}
+        return {"what": error.what, "text": str(error), "fast": time.monotonic() - began < 60}
     return {"loss": loss}
 
 

@@ -90,7 +90,7 @@ def test_a_rank_with_other_options_is_named_on_every_rank() -> None:
 def test_ranks_that_do_not_come_are_named_in_time(absent: tuple[int, ...], seconds: str) -> None:
     began = time.monotonic()
     found = together(lambda a: a.figures(CostNumbers("f", ())), absent=absent, seconds=0.4)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60  # the store alone would wait for minutes
     (text,) = errors(found)
     named = f"rank {absent[0]}" if len(absent) == 1 else "ranks 1, 2"
     assert f"  where: {named}\n  got: nothing in {seconds} s\n  expected: ranks 0, 1, 2 compiling" in text
