@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from meshweave.calibrate import MeasurementPlan, calibrate
+from meshweave.calibrate import MeasurementPlan, calibrate, links
 from meshweave.calibrate.cases import (
     Grid,
     Pool,
@@ -28,7 +29,8 @@ from meshweave.calibrate.cases import (
     tiny_cases,
 )
 from meshweave.calibrate.figures import MachineFacts, Measurements, profile_text
-from meshweave.calibrate.links import OPS, MeasuredLink, local_bytes_of, places
+from meshweave.calibrate.links import MOST_SLOWDOWN, OPS, Contention, MeasuredLink, local_bytes_of, places
+from meshweave.calibrate.measure import BRIEF
 from meshweave.calibrate.ops import ALONE, Effort, Measured, OpCase, RepeatedOp, time_ops, typical
 from meshweave.cli.command import add_command
 from meshweave.errors import MeshweaveError
@@ -226,19 +228,59 @@ def test_errors_are_those_of_points_that_were_held_out() -> None:
     assert text.startswith(without)  # no figure is made of them
 
 
+@pytest.mark.parametrize(("seconds", "priced"), [(2.0e-3, 1.6e-3), (1.5e-3, 1.5e-3), (2.2e-3, 2.2e-3)])
+def test_noise_does_not_make_two_collectives_of_an_all_reduce(seconds: float, priced: float) -> None:
+    """Up to 30% more than a reduce-scatter and an all-gather is noise; more is a slow all-reduce."""
+    sizes = {"all_gather": 500, "reduce_scatter": 1000}
+    measured = [MeasuredLink(op, "node", 2, size, 8e-4, False) for op, size in sizes.items()]
+    measured += [MeasuredLink("all_reduce", "node", 2, 1000, seconds, False)]
+    measured += [MeasuredLink("all_reduce", "node", 2, 100_000, 9e-2, False)]
+    text, _ = profile_text(MACHINE, Measurements(OPS_MEASURED, tuple(measured)), [])
+    profile = parse_profile(text, "toy.toml")
+    assert profile.seconds("all_reduce", Mesh("dp=2"), ("dp",), 1000) == pytest.approx(priced)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "slowdown", "seconds"),
+    [
+        ((5e-4, 1e-3, 1e-4), (3.4e-3, 6e-3, 5e-4), 2.0, 0.0),  # 2.5 of 5 ms, without the caller's 0.4
+        ((9e-4, 1e-3, 1e-4), (3.8e-3, 6e-3, 5e-4), 2.0, 4e-4),
+        ((0.0, 1e-3, 0.0), (9e-3, 6e-3, 0.0), MOST_SLOWDOWN, 0.0),
+        ((1e-3, 1e-3, 0.0), (1e-3, 6e-3, 0.0), 1.0, 1e-3),
+    ],
+)
+def test_what_communications_cost_the_compute_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+    small: tuple[float, float, float],
+    large: tuple[float, float, float],
+    slowdown: float,
+    seconds: float,
+) -> None:
+    """(lost, own, caller's) seconds of a small and a large communication; on a GPU the caller only enqueues."""
+    lost = {64: links._Lost(*small), 4096: links._Lost(*large)}
+    monkeypatch.setattr(links, "_lost", lambda timer, place, compute, effort, received: lost[received])
+    for device, own in (("cpu", seconds), ("cuda", 0.0)):
+        timer: Any = SimpleNamespace(device=torch.device(device))
+        found = links.contention(timer, places(2, 2)[0], lambda: None, BRIEF.links, (64, 4096))
+        assert (found.level, found.slowdown) == ("node", pytest.approx(slowdown))
+        assert found.seconds == pytest.approx(own, abs=1e-9)
+
+
 def test_measured_links_are_priced_and_their_errors_stated() -> None:
-    links = [
+    measured = [
         MeasuredLink("all_gather", "node", 2, size, seconds, is_held_out, 0.25)
         for size, seconds, is_held_out in ((1000, 1e-4, False), (10_000, 2e-4, True), (100_000, 1e-3, False))
     ]
     found = places(2, 2)
-    text, errors = profile_text(MACHINE, Measurements(OPS_MEASURED, tuple(links), (("node", 1.5),)), found)
+    text, errors = profile_text(
+        MACHINE, Measurements(OPS_MEASURED, tuple(measured), (Contention("node", 1.5, 4e-5),)), found
+    )
     profile = parse_profile(text, "toy.toml")
     mesh = Mesh("dp=2")
     assert profile.seconds("all_gather", mesh, ("dp",), 100_000) == pytest.approx(1e-3)
-    # The caller spent 25, 50 and 250 us: 25 us each time, and 250 us of the 1300 us in all.
+    # The caller spent 25, 50 and 250 us: 25 us each time (compute lost 40), and 250 us of the 1300 us in all.
     host = profile.host_seconds("all_gather", mesh, ("dp",), 1e-3)
-    assert host == pytest.approx(2.5e-5 + 1e-3 * 2.5e-4 / 1.3e-3, rel=1e-3)
+    assert host == pytest.approx(4e-5 + 1e-3 * 2.5e-4 / 1.3e-3, rel=1e-3)
     assert profile.host_seconds("all_gather", mesh, ("dp",), 1e-6) == 1e-6
     assert profile.links.node.bandwidth == 1e8
     assert profile.compute_slowdown(frozenset({"node"})) == 1.5

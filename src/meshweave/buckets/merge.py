@@ -123,12 +123,13 @@ class Merger:
         for starts in self.kinds.values():
             yield from pairwise(starts)
 
-    def buckets(self, gathers: float, reductions: float, ramp: int = 0) -> tuple[Bucket, ...]:
+    def buckets(self, gathers: float, reductions: float, ramp: int = 0, tail: int = 0) -> tuple[Bucket, ...]:
         """Runs of neighbours with at most `most` bytes at the larger end.
 
         With a `ramp` the first gathers, which nothing hides yet, are smaller: from a 2^ramp-th of the size each run may
         be twice as large as the previous. The last runs are, too, if no reductions follow in their group: their users
-        have nothing else to hide behind.
+        have nothing else to hide behind. With a `tail` the last reductions are smaller, down to a 2^tail-th: nothing
+        follows them either.
         """
         result: list[Bucket] = []
         channel = self.reading.problem.channel
@@ -138,10 +139,11 @@ class Merger:
             most = gathers if is_gather else reductions
             span = self.span(starts[0], most)
             halvings = ramp if is_gather else 0
-            left = sum(map(self.size, starts)) if halvings and channel[starts[0]] not in reducing else inf
+            is_last = channel[starts[0]] not in reducing if halvings else tail and not is_gather
+            left = sum(map(self.size, starts)) if is_last else inf
             run: list[int] = []
             for c in starts:
-                limit = min(most / 2**halvings, max(most / 2**ramp, left / 2))
+                limit = min(most / 2**halvings, max(most / 2 ** max(ramp, tail), left / 2))
                 if run and self.why_apart(run, c, limit, span):
                     result += [tuple(run)] if len(run) > 1 else []
                     left -= sum(map(self.size, run))

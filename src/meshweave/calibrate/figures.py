@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
 import torch
 
-from meshweave.calibrate.links import MeasuredLink, Place
+from meshweave.calibrate.links import Contention, MeasuredLink, Place
 from meshweave.calibrate.ops import Measured
+from meshweave.hardware.fitted import along
 from meshweave.hardware.load import parse_profile
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.schema import DTYPES, KINDS
 from meshweave.hardware.work import Attention, Matmul, MemoryWork
 
 Row = tuple[float, ...]
+_Key = tuple[str, str, int]  # op, level of links, group size
+_MOST_NOISE = 1.3  # between times that are the same, measured briefly on a machine that does other things too
 _SAME_SIZE = 1.1  # ops of a kind have byte counts that differ by less than the steps between sizes
 W = TypeVar("W", Matmul, Attention)
 
@@ -36,11 +39,11 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """All measurements. `slowdowns` are by level of links."""
+    """All measurements. `contentions` are by level of links."""
 
     ops: tuple[Measured, ...]
     links: tuple[MeasuredLink, ...] = ()
-    slowdowns: tuple[tuple[str, float], ...] = ()
+    contentions: tuple[Contention, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ def _by_dtype(samples: Sequence[tuple[W, float]]) -> Iterable[tuple[str, list[tu
 
 
 def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str]:
-    slow = dict(figures.slowdowns)
+    beside = {own.level: own for own in figures.contentions}
     for level in ("node", "net"):
         samples = [sample for sample in figures.links if sample.level == level]
         if samples:
@@ -160,17 +163,37 @@ def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str
             continue
         yield (
             f"[links.{level}]\nbandwidth = {_number(fastest)}  # {comment}\nefficiency = 1.0\n"
-            f"compute_slowdown = {_number(slow.get(level, 1.0))}\n"
+            f"compute_slowdown = {_number(beside[level].slowdown if level in beside else 1.0)}\n"
         )
-    keys = dict.fromkeys((sample.op, sample.level, sample.group_size) for sample in figures.links)
-    for op, level, size in keys:
-        own = [sample for sample in figures.links if (sample.op, sample.level, sample.group_size) == (op, level, size)]
-        rows = [(float(sample.local_bytes), sample.seconds, 1.0) for sample in own if not sample.is_held_out]
+    samples_of: dict[_Key, list[MeasuredLink]] = {}
+    for sample in figures.links:
+        samples_of.setdefault((sample.op, sample.level, sample.group_size), []).append(sample)
+    curves = {
+        key: _rising([(float(x.local_bytes), x.seconds, 1.0) for x in own if not x.is_held_out])
+        for key, own in samples_of.items()
+    }
+    for (op, level, size), own in samples_of.items():
         head = "[[collectives]]  # bytes of the local input, seconds"
         share, least = _host(own)
         named = f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\n'
+        least = max(least, beside[level].seconds if level in beside else 0.0)
         named += f"host = {_number(share)}\nhost_s = {_number(least)}\n"
-        yield f"{named}{_points(_rising(rows))}"
+        yield f"{named}{_points(_whole(curves, (op, level, size)))}"
+
+
+def _whole(curves: Mapping[_Key, list[Row]], key: _Key) -> list[Row]:
+    """A curve; an all-reduce is not slower than a reduce-scatter and an all-gather by less than the error of measured
+    times: what is noise must not make two collectives of one."""
+    op, level, size = key
+    scatter, gather = (curves.get((part, level, size)) for part in ("reduce_scatter", "all_gather"))
+    if op != "all_reduce" or not scatter or not gather:
+        return curves[key]
+    rows = list[Row]()
+    for num_bytes, seconds in curves[key]:
+        parts = along(scatter, num_bytes) + along(gather, num_bytes / size)
+        is_noise = seconds <= parts * _MOST_NOISE
+        rows.append((num_bytes, min(seconds, parts) if is_noise else seconds))
+    return [(num_bytes, max(seconds for _, seconds in rows[: i + 1])) for i, (num_bytes, _) in enumerate(rows)]
 
 
 def _host(samples: Sequence[MeasuredLink]) -> tuple[float, float]:

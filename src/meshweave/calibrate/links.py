@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from meshweave.runtime.process_groups import ClusterCommunicator
 _COLLECTIVES = {row.name: (row.op, row.sample) for row in OURS if row.sample}
 OPS = tuple(RECEIVED)
 MOST_SLOWDOWN = 20.0
-_COVER = 2.5  # compute beside a communication lasts so many times as long
+_COVER = 1.5  # compute beside communications lasts so many times as long
+_IN_FLIGHT_S = 0.02  # communications that are in flight at once beside compute, to be long against noise
+_MOST_IN_FLIGHT = 16
 _MOST_SLEEP_S = 0.5
 _WIDTH = 16  # columns of the operands: collectives cut rows
 # Links shaped by a token bucket (those of virtual machines, `tc tbf`) let so many bytes pass at once after a pause, and
@@ -62,6 +64,16 @@ class MeasuredLink:
     def received(self) -> float:
         """Bytes per second that a device receives."""
         return bytes_received(self.op, self.group_size, self.local_bytes, "calibrate") / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """Beside a communication on links of `level` compute takes `slowdown` times as long, and of the processor a
+    communication of any size takes `seconds` more."""
+
+    level: str
+    slowdown: float
+    seconds: float = 0.0
 
 
 def places(num_ranks: int, per_node: int) -> list[Place]:
@@ -204,33 +216,59 @@ def time_links(
     ]
 
 
-def slowdown(links: LinkTimer, place: Place, compute: Callable[[], Any], effort: Effort, received: int) -> float:
-    """The factor by which compute is slower while a communication runs beside it, such that a model in which
-    communication keeps its own duration has the right total: compute that takes C alone and T beside a communication
-    that takes D alone has lost T - C in D seconds, so it ran at 1 - (T - C) / D of its rate.
+def contention(
+    links: LinkTimer, place: Place, compute: Callable[[], Any], effort: Effort, received: tuple[int, int]
+) -> Contention:
+    """What communications cost the compute beside them, from small and from large ones, of so many bytes received.
 
-    `compute` is a small part of it. At most MOST_SLOWDOWN: if communication takes the whole processor, the factor would
-    be unbounded.
+    Such that a model in which communication keeps its own duration has the right total: compute that takes C alone and
+    T beside communications that take D alone has lost T - C. Of this a communication takes a fixed time, what its
+    caller spends on its bytes, and a share of its duration, so that compute runs at 1 - share of its rate. `compute` is
+    a small part of it. The factor is at most MOST_SLOWDOWN: if communication takes the whole processor, it would be
+    unbounded.
     """
+    small, large = (_lost(links, place, compute, effort, size) for size in received)
+    longer = large.seconds - small.seconds
+    share = (large.lost - small.lost - (large.host - small.host)) / longer if longer > 0 else large.lost / large.seconds
+    share = min(1 - 1 / MOST_SLOWDOWN, max(0.0, share))
+    on_gpu = links.device.type == "cuda"  # there the caller only enqueues
+    own = 0.0 if on_gpu else max(0.0, small.lost - share * small.seconds)
+    return Contention(place.level, 1.0 / (1.0 - share), own)
+
+
+class _Lost(NamedTuple):
+    """Of a communication: seconds of compute that it costs, its own, and those of its caller."""
+
+    lost: float
+    seconds: float
+    host: float
+
+
+def _lost(links: LinkTimer, place: Place, compute: Callable[[], Any], effort: Effort, received: int) -> _Lost:
+    """Measured with several in flight at once. Compute alone and beside them take turns and are compared in pairs, as
+    machines change their speed."""
     start = links.start(place, "all_gather", local_bytes_of("all_gather", place.size, received))
-    part, whole = (
+    part, first = (
         min(links.peers.most([_timed(links, run, ()) for _ in range(3)]))
         for run in (compute, lambda: links.wait(start()))
     )
+    starts = [start] * max(1, min(_MOST_IN_FLIGHT, round(_IN_FLIGHT_S / first)))
+    whole = min(links.peers.most([_timed(links, lambda: None, starts) for _ in range(2)]))
     count = max(1, round(_COVER * whole / part))
 
     def all_parts() -> None:
         for _ in range(count):
             compute()
 
-    alone, beside, communication = [], [], []
+    lost, alone = [], []
     for _ in range(effort.rounds):
-        communication.append(_timed(links, lambda: links.wait(start()), ()))
-        alone.append(_timed(links, all_parts, ()))
-        beside.append(_timed(links, all_parts, (start,)))
-    c, t, d = links.peers.mean([typical(samples) for samples in (alone, beside, communication)])
-    lost = min(1 - 1 / MOST_SLOWDOWN, max(0.0, (t - c) / d))
-    return 1.0 / (1.0 - lost)
+        alone.append(_timed(links, lambda: None, starts))
+        before = _timed(links, all_parts, ())
+        beside = _timed(links, all_parts, starts)
+        lost.append(beside - (before + _timed(links, all_parts, ())) / 2)
+    host = median(links.host_seconds(start, first) for _ in range(LEAST_ROUNDS))
+    slower, seconds, spent = links.peers.mean([median(lost), typical(alone), host])
+    return _Lost(max(0.0, slower) / len(starts), seconds / len(starts), spent)
 
 
 def _timed(links: LinkTimer, compute: Callable[[], Any], starts: Sequence[Callable[[], Any]]) -> float:

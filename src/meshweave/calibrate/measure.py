@@ -25,7 +25,7 @@ from meshweave.calibrate.cases import (
     tiny_cases,
 )
 from meshweave.calibrate.figures import ErrorRow, MachineFacts, Measurements, profile_text
-from meshweave.calibrate.links import LinkTimer, Place, places, slowdown, time_links
+from meshweave.calibrate.links import LinkTimer, Place, contention, places, time_links
 from meshweave.calibrate.ops import ALONE, Effort, OpCase, Peers, RepeatedOp, time_ops
 from meshweave.errors import MeshError
 from meshweave.ir.mesh import Mesh
@@ -37,7 +37,8 @@ _KIB, _MIB = 1 << 10, 1 << 20
 # dynamic limit is 32 MiB); a running step has freed larger blocks.
 _ALLOCATED_BEFORE = 32 * _MIB - 4096
 _LEAST_POOL = 64 * _MIB  # has room for the operands of any matmul and attention many times
-_SLOWDOWN_BYTES = 4 * _MIB  # received beside compute: the size of a layer's gradients
+# Received beside compute: a small tensor, and a layer's gradients.
+_BESIDE_BYTES = (64 * _KIB, 4 * _MIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +163,9 @@ class _Measurement:
             self.say("links")
             timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
             self.say("compute beside communication")
-            beside = _beside(Pool(device, _SLOWDOWN_BYTES), device, libraries)
+            beside = _beside(Pool(device, _BESIDE_BYTES[1]), device, libraries)
             levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
-            slow = tuple(
-                (level, slowdown(links, at, beside, plan.links, _SLOWDOWN_BYTES)) for level, at in levels.items()
-            )
+            slow = tuple(contention(links, at, beside, plan.links, _BESIDE_BYTES) for at in levels.values())
             figures = Measurements(tuple(ops), tuple(timed), slow)
         facts = _machine(name, command, device, num_ranks, per_node, reserved)
         text, errors = profile_text(facts, figures, link_places)

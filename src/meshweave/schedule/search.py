@@ -40,7 +40,7 @@ _SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
 _SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # for links with more work than compute
 _BUSY = 0.9  # load above which `_SLOW_LINKS` applies
 _NEAR = 1.5e-3  # what robustness may cost of the nominal time
-_RAMP = 3  # then the first gather is an eighth of a bucket
+_RAMP = 3  # then the first gather is an eighth of a bucket, otherwise the last reduction
 _SMALL = 600  # items up to which single merges are tried
 _STEPS = 12_000  # items that they may schedule: bounds their time
 # Fractions of the peak of the input order: rungs of memory under which orders are searched, each where orders differ
@@ -242,7 +242,8 @@ class OrderSearch:
     def sized(self, gathers: float, reductions: float, methods: Sequence[Method] = ()) -> float:
         """Schedule buckets of these sizes, by `methods` or the leading methods; returns the seconds."""
         gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
-        buckets = self.merger.buckets(gathers, reductions, _RAMP if self.is_busy and not self.is_small else 0)
+        ramps = (0, 0) if self.is_small else (_RAMP, 0) if self.is_busy else (0, _RAMP)
+        buckets = self.merger.buckets(gathers, reductions, *ramps)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
             self.bucketed[buckets] = min(c.seconds[0] for c in self.all_by(name, buckets, methods))
