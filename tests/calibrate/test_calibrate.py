@@ -228,9 +228,10 @@ def test_errors_are_those_of_points_that_were_held_out() -> None:
     assert text.startswith(without)  # no figure is made of them
 
 
-@pytest.mark.parametrize(("seconds", "priced"), [(2.0e-3, 1.6e-3), (1.5e-3, 1.5e-3), (2.2e-3, 2.2e-3)])
+@pytest.mark.parametrize(("seconds", "priced"), [(2.0e-3, 8e-4), (7e-4, 7e-4), (2.2e-3, 2.2e-3)])
 def test_noise_does_not_make_two_collectives_of_an_all_reduce(seconds: float, priced: float) -> None:
-    """Up to 30% more than a reduce-scatter and an all-gather is noise; more is a slow all-reduce."""
+    """Up to 30% more than a reduce-scatter and an all-gather is noise, and it saves a start-up; more is a slow
+    all-reduce."""
     sizes = {"all_gather": 500, "reduce_scatter": 1000}
     measured = [MeasuredLink(op, "node", 2, size, 8e-4, False) for op, size in sizes.items()]
     measured += [MeasuredLink("all_reduce", "node", 2, 1000, seconds, False)]

@@ -182,18 +182,22 @@ def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str
 
 
 def _whole(curves: Mapping[_Key, list[Row]], key: _Key) -> list[Row]:
-    """A curve; an all-reduce is not slower than a reduce-scatter and an all-gather by less than the error of measured
-    times: what is noise must not make two collectives of one."""
+    """A curve. An all-reduce takes what a reduce-scatter and an all-gather take without the start-up of one of them,
+    unless it is faster, or slower by more than the error of measured times: noise must not make two collectives of
+    one."""
     op, level, size = key
     scatter, gather = (curves.get((part, level, size)) for part in ("reduce_scatter", "all_gather"))
     if op != "all_reduce" or not scatter or not gather:
         return curves[key]
-    rows = list[Row]()
-    for num_bytes, seconds in curves[key]:
-        parts = along(scatter, num_bytes) + along(gather, num_bytes / size)
-        is_noise = seconds <= parts * _MOST_NOISE
-        rows.append((num_bytes, min(seconds, parts) if is_noise else seconds))
-    return [(num_bytes, max(seconds for _, seconds in rows[: i + 1])) for i, (num_bytes, _) in enumerate(rows)]
+    own, rows = curves[key], list[Row]()
+    start_up = min(scatter[0][1], gather[0][1])
+    for num_bytes in sorted({x for x, _ in (*own, *scatter) if x <= own[-1][0]}):
+        seconds, parts = along(own, num_bytes), along(scatter, num_bytes) + along(gather, num_bytes / size)
+        least = rows[-1][1] if rows else 0.0
+        rows.append(
+            (num_bytes, max(least, min(seconds, parts - start_up) if seconds <= parts * _MOST_NOISE else seconds))
+        )
+    return rows
 
 
 def _host(samples: Sequence[MeasuredLink]) -> tuple[float, float]:
