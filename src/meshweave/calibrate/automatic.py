@@ -29,7 +29,7 @@ from meshweave.runtime.lifelines import address_towards
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
-FORMAT = 4  # version of the cache; change it when collectives or matmuls are implemented differently
+FORMAT = 5  # version of the cache; change it when collectives or matmuls are implemented or measured differently
 # The cache is used if a gather and a matmul take between 1/4 and 4 times their stated time: 1 and 10 Gbit/s differ by
 # more (8 to 10 times), load of other users mostly by less. No load makes a matmul faster: if it is, the profile was
 # measured beside other work. (Gathers on an idle machine vary by a factor of 2.)

@@ -34,8 +34,7 @@ _LEAST = 5  # policies that any graph is scheduled by
 _LEAN = Policy(0, ahead=-inf)
 _SHORT = (Policy(64, fit=True), Policy(16, fit=True), _LEAN)  # where memory is short
 _FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8))  # where nothing is folded
-# for machines whose links are slower than in the costs
-_CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))
+_CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # where links are slower than in the costs
 _SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
 _SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # for links with more work than compute
 _BUSY = 0.9  # load above which `_SLOW_LINKS` applies
