@@ -74,9 +74,8 @@ class CompilerProcess:
         """Raises OSError if no process can be started, PickleError for functions that cannot be pickled."""
         payload = dump((load_inductor().settings(), [dump(function) for function in self.functions]))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        command = [sys.executable, "-m", "meshweave.regions.process"]
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-c", _SCRIPT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -118,6 +117,16 @@ class CompilerProcess:
             self._reader.join()
 
 
+# Training has priority before torch is imported, which takes seconds of a core during the first step.
+_SCRIPT = f"""
+import os, sys
+if sys.platform == "linux":
+    os.nice({_NICE})
+from meshweave.regions.process import main
+main()
+"""
+
+
 def give_way() -> None:
     """Give training priority: over this thread, on Linux, and over the processes that it starts."""
     with suppress(OSError):
@@ -127,7 +136,6 @@ def give_way() -> None:
 def main() -> None:
     """Compile the regions on stdin; print the number of each region when it is done."""
     out, sys.stdout = sys.stdout, sys.stderr  # output of a compiler is not a number
-    give_way()
     size = int.from_bytes(sys.stdin.buffer.read(_HEADER_BYTES), "big")
     inductor = load_inductor()
     settings, functions = load(sys.stdin.buffer.read(size))
@@ -143,7 +151,3 @@ def main() -> None:
 def _end_with_the_parent() -> None:
     sys.stdin.buffer.read(1)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    main()
