@@ -173,20 +173,15 @@ class RegionCompiler:
         return ONEDNN if self._libraries is not None and self._libraries.has_onednn else ATEN
 
     def _compiles_beside(self, functions: Sequence[Functions], device: torch.device) -> bool:
-        """Whether a background process of any rank still compiles new regions; starts one if none has been started.
-        Only on CPUs: on a GPU it would take memory of the device."""
+        """Whether a background process of any rank still compiles new regions, or will once `start` is called. Only on
+        CPUs: on a GPU it would take memory of the device."""
         inductor = load_inductor()
         if self.any_rank(device.type != "cpu" or not self.has_compiler or not inductor.has_cache()):
             return False
         distinct = {f.key: f for its in functions for f in its.values() if f.key not in self.compiled}
         keys = frozenset(distinct)
         if keys and keys not in self._processes:
-            self._processes[keys] = process = CompilerProcess(self._in_own_order(list(distinct.values())))
-            try:
-                process.start()
-            # no process can be started, or options cannot be pickled: compile in this process
-            except Exception as error:
-                _NOTES.info("regions are compiled in this process (%s: %s)", type(error).__name__, error)
+            self._processes[keys] = CompilerProcess(self._in_own_order(list(distinct.values())))
         waits = self.any_rank(self.is_busy)
         self.is_waiting |= waits  # the process may end before the next graph of the step is requested
         if not waits and keys:
@@ -203,8 +198,20 @@ class RegionCompiler:
         """Whether a process of this rank compiles."""
         return any(not process.is_done for process in self._processes.values())
 
+    def start(self) -> None:
+        """Start the processes of this rank that have not started yet. Steps call it after the first: until then the
+        processor is that step's alone."""
+        for process in self._processes.values():
+            if not process.is_started:
+                try:
+                    process.start()
+                # no process can be started, or options cannot be pickled: compile in this process
+                except Exception as error:
+                    _NOTES.info("regions are compiled in this process (%s: %s)", type(error).__name__, error)
+
     def wait(self) -> None:
         """Until no process of this rank compiles."""
+        self.start()
         for process in self._processes.values():
             process.wait()
 

@@ -67,11 +67,13 @@ class CompilerProcess:
 
     functions: Sequence[RegionFunction]
     finished: set[str] = field(default_factory=set)
+    is_started: bool = False
     _process: subprocess.Popen[bytes] | None = None
     _reader: Thread | None = None
 
     def start(self) -> None:
         """Raises OSError if no process can be started, PickleError for functions that cannot be pickled."""
+        self.is_started = True
         payload = dump((load_inductor().settings(), [dump(function) for function in self.functions]))
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         process = subprocess.Popen(
@@ -104,7 +106,7 @@ class CompilerProcess:
 
     @property
     def is_done(self) -> bool:
-        return self._reader is None or not self._reader.is_alive()
+        return self.is_started and (self._reader is None or not self._reader.is_alive())
 
     @property
     def crash(self) -> int:

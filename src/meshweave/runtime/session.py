@@ -98,9 +98,10 @@ class Session:
 
     def compile_regions(self, is_awaited: bool = False) -> None:
         """Run compute as compiled regions, from the first step on; until then a program may only be simulated, on a
-        machine that could not run it. If a background process compiles, steps run without regions until it ends
-        (`is_awaited`: this call waits for that). All processes call it."""
+        machine that could not run it. If a background process compiles, which begins after the first step, steps run
+        without regions until it ends (`is_awaited`: this call waits for that). All processes call it."""
         while not self._has_regions and self.compiler.backend != "eager" and not self.progress.num_done:
+            self.compiler.start()  # those that the previous step asked for
             if is_awaited:
                 self.compiler.wait()
             elif not self._look.is_due() or (self._look.is_again and self.compiler.any_rank(self.compiler.is_busy)):
