@@ -82,6 +82,8 @@ BAD: list[tuple[dict[str, Any], type[mw.MeshweaveError], str]] = [
     ({"mesh": ("dp", 2)}, mw.MeshError, "not a mesh"),
     ({"plan": "x"}, mw.PlanError, "'x' is not a scheme of plans"),
     ({"plan": {"up": "[{dp}, {}]"}}, mw.PlanError, "not a plan"),
+    ({"passes_seconds": "60"}, mw.PlanError, "not a number of seconds"),
+    ({"passes_seconds": float("nan")}, mw.PlanError, "not a number of seconds"),
     ({"device": "meta"}, mw.MeshError, "cannot run on this device"),
     ({"device": "cuda:99"}, mw.MeshError, "cannot run on this device"),
     ({"device": "gpu"}, mw.MeshError, "cannot run on this device"),

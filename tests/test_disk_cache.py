@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -96,3 +97,10 @@ def test_where_things_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_directory() == Path.home() / ".cache" / "meshweave"
     monkeypatch.setenv("MESHWEAVE_CACHE", "/own")
     assert cache_directory() == Path("/own")
+
+
+def test_a_user_without_a_home_caches_in_the_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MESHWEAVE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # in no user database
+    assert cache_directory() == Path(tempfile.gettempdir()) / f"meshweave-{2**31 - 7}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -43,6 +45,10 @@ from meshweave.train_step import TrainStep
 from meshweave.variants import Build, ShapeOptions
 
 Loss = Callable[[Any, Any], Tensor]
+# Ranks compare these arguments in another form than by value; `progress` may differ. All others have to be equal.
+_IN_OTHER_FORM = frozenset(
+    ["model", "loss", "example", "optimizer", "mesh", "plan", "profile", "forward", "shapes", "device", "progress"]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,7 @@ class CompileOptions:
         check_not_compiled(self.model)
         check_shapes(self.model)
         check_loss(self.loss)
+        check_seconds(self.passes_seconds)
         if self.optimizer is None and self.clip_grad_norm is not None:
             raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
         if self.optimizer is not None:
@@ -138,11 +145,8 @@ class CompileOptions:
 
     def texts(self, mesh: Mesh, plan: Plan | None) -> Any:
         """The options on which all ranks must agree, as text."""
-        arguments = {
-            "batch": self.batch,
-            "on_different_weights": self.on_different_weights,
-            "device": str(self.device).partition(":")[0],
-        }
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _IN_OTHER_FORM}
+        arguments = {**values, "device": str(self.device).partition(":")[0]}
         options = {
             "capture": self.capture,
             "passes": self.pipeline,
@@ -151,7 +155,8 @@ class CompileOptions:
         }
         same: dict[str, Any] = {"mesh": (mesh, mesh.devices), "plan": plan, "profile": self.profile, "options": options}
         calls = {"loss": self.loss, "forward": self.forward}
-        return argument_texts(self.model, self.optimizer, self.example, calls, same)
+        shapes = {f"shapes[{index}]": shape for index, shape in enumerate(self.shapes)}
+        return argument_texts(self.model, self.optimizer, {"example batch": self.example, **shapes}, calls, same)
 
     def build(self, spec: OptimizerSpec | None, target: Target, pipeline: Pipeline, costs_from: str) -> Build:
         """A function that compiles a program for a batch."""
@@ -207,6 +212,16 @@ class CompileOptions:
 # measured costs vary by some percent from day to day. On a quiet machine a step simulated 9% faster (rows in chunks) or
 # 7% (rings) measured 4% and 6% faster: tensor parallelism, batch 4, 2 processes, Gloo at 1 Gbit/s.
 _LEAST_GAIN = 0.08
+
+
+def check_seconds(passes_seconds: float) -> None:
+    """Raise PlanError for a time budget that is no number."""
+    if not isinstance(passes_seconds, Real) or math.isnan(passes_seconds):
+        raise PlanError(
+            "passes_seconds is not a number of seconds",
+            got=repr(passes_seconds),
+            expected="0 for no further variant, float('inf') for all",
+        )
 
 
 def by_default(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -> Pipeline:
@@ -334,4 +349,4 @@ def compile(
     Raises MeshError, PlanError, CaptureError or RuleError, each with the offending line or name.
     """
     arguments = locals()
-    return CompileOptions(**arguments | {"optimizer": optimizer_of(optimizer)}).compiled()
+    return CompileOptions(**arguments | {"optimizer": optimizer_of(optimizer), "shapes": tuple(shapes)}).compiled()

@@ -24,10 +24,15 @@ _POLL_S = 0.1
 
 def cache_directory() -> Path:
     """The directory of cached data that meshweave can recreate: $MESHWEAVE_CACHE, else `meshweave` in the user's
-    caches."""
+    caches, else, for a user without a home directory, in the directory of temporary files."""
     if own := os.environ.get("MESHWEAVE_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshweave"
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "meshweave"
+    try:
+        return Path.home() / ".cache" / "meshweave"
+    except RuntimeError:  # neither $HOME nor an entry in the user database
+        return Path(tempfile.gettempdir()) / f"meshweave-{os.getuid()}"
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:

@@ -206,7 +206,17 @@ def test_a_choice_that_does_not_hold_is_made_anew(entry: CacheEntry, change: Cal
     assert Recall(entry).read() == choice
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"path": "x"}', '{"path": [0], "seconds": 1, "variants": [1]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"path": "x"}',
+        '{"path": [0], "seconds": 1, "variants": [1]}',
+        '{"path": [1e999], "seconds": 1, "variants": []}',
+    ],
+)
 def test_a_text_that_is_no_choice_is_ignored(entry: CacheEntry, text: str) -> None:
     entry.write(text)
     assert Recall(entry).read() is None

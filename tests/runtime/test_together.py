@@ -74,6 +74,10 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "optimizer": (lambda rank: {"lr": 0.01 + rank}, "lr = 1.01"),
     "optimizer class": (lambda rank: {"optimizer": (torch.optim.SGD, torch.optim.AdamW)[rank]}, "AdamW"),
     "options": (lambda rank: {"accumulate": 1 + rank}, "accumulate = 2"),
+    "budget": (lambda rank: {"passes_seconds": (60.0, float("inf"))[rank]}, "inf"),
+    "programs": (lambda rank: {"max_programs": 8 + rank}, "max_programs: 9"),
+    "pad": (lambda rank: {"pad": (None, {"x": 0})[rank]}, "pad: x: 0"),
+    "shapes": (lambda rank: {"shapes": [{"x": torch.zeros(6, 4), "y": torch.zeros(6, 2)}] * rank}, "shapes[0]"),
     "seed": (lambda rank: {"seed": rank}, "seed = 1"),
     "example batch": (lambda rank: {"example": {"x": torch.zeros(8, 4), "y": torch.zeros(8 - rank, 2)}}, "[7, 2]"),
 }

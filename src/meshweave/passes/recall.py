@@ -35,7 +35,7 @@ class Choice:
 
     @staticmethod
     def of(text: str) -> Choice:
-        """Raises LookupError, TypeError or ValueError for other text."""
+        """Raises ArithmeticError, LookupError, TypeError or ValueError for other text."""
         stored = json.loads(text)
         variants = tuple(ProgramVariant(str(n), float(s), str(why)) for n, s, why in stored["variants"])
         return Choice(tuple(map(int, stored["path"])), float(stored["seconds"]), variants)
@@ -58,7 +58,7 @@ class Recall:
         text, _ = self.entry.read()
         try:
             choice = Choice.of(text)
-        except (LookupError, RecursionError, TypeError, ValueError):
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
             choice = None
         mark = 0 if choice is None else 1 + int.from_bytes(sha256(text.encode()).digest()[:7])
         return choice if len(set(self.gathered(mark))) == 1 else None

@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 def argument_texts(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    example: Any,
+    batches: Mapping[str, Any],
     functions: Mapping[str, Callable[..., Any]],
     settings: Mapping[str, Any],
 ) -> dict[str, str]:
@@ -40,7 +40,7 @@ def argument_texts(
         "model": _model_text(model),
         "optimizer": _optimizer_text(optimizer, model),
         **{name: _code_text(function) for name, function in functions.items()},
-        "example batch": _batch_text(Batch.of(example)),
+        **{name: _batch_text(Batch.of(batch)) for name, batch in batches.items()},
     }
 
 

@@ -68,8 +68,8 @@ class Ranks:
         lead = self.exchange.ranks[0]
 
         def differing(answers: Mapping[int, dict[str, str]]) -> Any:
-            for topic, digest in answers[lead].items():
-                others = [rank for rank, its in answers.items() if its.get(topic) != digest]
+            for topic in dict.fromkeys(topic for its in answers.values() for topic in its):
+                others = [rank for rank, its in answers.items() if its.get(topic) != answers[lead].get(topic)]
                 if others:
                     return [topic, others]
             return None
