@@ -84,8 +84,8 @@ LONG_TAIL: Mapping[str, tuple[str, ...]] = {
         "test_compile_overlap.py::test_values_are_the_same_to_the_bit[fsdp x tp, cast]",
     ),
     "a second sample of random graphs": (
-        "buckets/test_overlap_aliases.py::test_a_sample_of_graphs_that_see_storages[1]",
-        "schedule/test_overlap_fuzz.py::test_a_sample_of_random_graphs[1]",
+        *(f"buckets/test_overlap_aliases.py::test_a_sample_of_graphs_that_see_storages[{part}]" for part in (1, 2)),
+        *(f"schedule/test_overlap_fuzz.py::test_a_sample_of_random_graphs[{part}]" for part in (1, 2)),
         "problem/test_overlap_costs.py::test_more_memory_is_never_slower[5]",
     ),
     "a second model of the same ops": (
