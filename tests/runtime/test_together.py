@@ -168,7 +168,7 @@ def check_whole() -> list[float]:
     first, in an evaluation, or after the step was compiled again; and own rows where they differ."""
     rank, losses = dist.get_rank(), []
     half = rows_of(range(4))
-    for begin in ("step", "evaluate", "frozen"):
+    for begin in ("step", "evaluate", "forward_only", "frozen"):
         step = compiled(loss=summed)
         if begin == "frozen":
             assert step(rows_of(range(8))) > 0
@@ -214,7 +214,7 @@ def check_rarely() -> list[int]:
     """In which calls different rows are noticed: the first ones, and some of those after."""
     rank, noticed = dist.get_rank(), []
     step = compiled("tp=2")
-    for call in range(THEN_EVERY + 2):
+    for call in range(2 * THEN_EVERY + 1):
         try:
             step(rows_of(range(8 * rank, 8 * rank + 8)))
         except StepError:
@@ -238,7 +238,7 @@ def test_weights_and_rows_agree_or_stop(start: Callable[..., Job]) -> None:
     assert "(or [4, 4]: this rank's own rows)" in neither
     assert "of whose 4 rows each would use 2" in half_of_micro
     assert "settings of the optimizer" in settings
-    assert outcomes[0]["rare"] == [*range(ALWAYS_FIRST), THEN_EVERY]
+    assert outcomes[0]["rare"] == [*range(ALWAYS_FIRST), THEN_EVERY, 2 * THEN_EVERY]
 
 
 # Failures on one rank, and jobs that nobody has joined.
