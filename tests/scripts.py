@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -308,8 +308,3 @@ def run(name: str, mesh: str | None, folder: Path) -> list[float]:
     finally:
         torch.set_default_dtype(before)
     return loop.noted
-
-
-def all_of(mesh: str | None, folder: Path) -> Iterator[tuple[str, list[float]]]:
-    for name in SCRIPTS:
-        yield name, run(name, mesh, folder)

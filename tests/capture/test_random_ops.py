@@ -213,7 +213,7 @@ def test_every_mesh_draws_the_same_of_every_distribution() -> None:
     torch.manual_seed(0)
     batches = [{"x": torch.randn(8, 4)} for _ in range(2)]
     runs = []
-    for mesh in ("", "dp=2", "tp=2"):
+    for mesh in ("", "dp=2,tp=2"):
         torch.manual_seed(1)
         model = DrawsAll()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -277,7 +277,7 @@ def test_gradients_of_samples_by_their_parameters() -> None:
 
     torch.manual_seed(0)
     batch, found = {"x": torch.randn(8, 2)}, []
-    for mesh in ("", "dp=2", "tp=2"):
+    for mesh in ("", "dp=2,tp=2"):
         step = mw.compile(Samples(), loss=lambda out, b: out.sum(), example=batch, mesh=mesh)
         step(batch)
         found.append(step.gradients())

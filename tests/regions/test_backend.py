@@ -160,8 +160,8 @@ def test_without_a_compiler_steps_run_op_by_op(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_region_is_one_span_of_a_trace() -> None:
-    step, _ = trained("mlp", "inductor", "", steps=1)
-    found = step.trace(MODELS["mlp"]()[1])
+    step, _ = trained("linear", "inductor", "", steps=1)
+    found = step.trace(MODELS["linear"]()[1])
     regions = [span for span in found.spans if len(span.names) > 1]
     assert len(regions) == num_regions(step)
     assert sum(span.flops for span in regions) > 0

@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tests.models import mlp
+from tests.training import batches, mse
+from torch import nn
 
 import meshweave as mw
 from meshweave.ir.rank import RankGraph
@@ -27,8 +28,10 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @cache
 def role() -> RankGraph:
-    model, batch, loss = mlp()
-    return mw.compile(model, loss=loss, example=batch, mesh="fsdp=4", passes="none").program.rank
+    """A small one: it is ordered many times here."""
+    model, (example, *_) = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), batches(1, (4, 8), (4, 8))
+    step = mw.compile(model, loss=mse, example=example, mesh="fsdp=2", passes="none", forward=lambda m, b: m(b["x"]))
+    return step.program.rank
 
 
 def ordered(memory_cap_bytes: int | None = None) -> tuple[list[str], OverlapReport]:

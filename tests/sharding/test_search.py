@@ -175,3 +175,18 @@ def test_what_the_search_has_decided_is_not_decided_again(monkeypatch: pytest.Mo
     assert first > 0
     assert max(others) < first
     assert last == 0
+
+
+def test_no_candidate_is_placed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search places each choice of styles once, and the step is placed once more in the end."""
+    placed: list[str] = []
+
+    def placing(step: Any, placement: Any, **options: Any) -> Any:
+        placed.append(str(sorted((n, str(layout)) for n, layout in placement.used.items())))
+        return place(step, placement, **options)
+
+    monkeypatch.setattr(build, "place", placing)
+    compiled(MLP())
+    *tried, last = placed
+    assert len(tried) == len(set(tried)) == 3  # of four: (rowwise, colwise) is no neighbour of the best
+    assert last in tried

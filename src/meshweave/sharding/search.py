@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 
 from torch import nn
@@ -54,11 +55,12 @@ def choose_tp(
     step, forward and backward. The search ends when a round changes nothing (two rounds at most). `place_with(found)`
     places the step under a candidate."""
     groups = twins(model, resolved, axis)
-    styles = {t: "colwise" for t in groups}
+    styles = ("colwise",) * len(groups)
 
-    def cost(styles: dict[Twins, str]) -> float:
+    @cache  # the second round comes to candidates of the first
+    def cost(styles: tuple[str, ...]) -> float:
         try:
-            placed = place_with(_styled(model, resolved, styles, axis))
+            placed = place_with(_styled(model, resolved, groups, styles, axis))
         except LayoutError:  # operators in the model require what this candidate does not provide
             return inf
         moves = [n for n in placed.graph.nodes if n.target is ops.move]
@@ -67,19 +69,22 @@ def choose_tp(
     best = cost(styles)
     for _ in range(2):
         before = best
-        for group in reversed(groups):
-            other = {**styles, group: "rowwise" if styles[group] == "colwise" else "colwise"}
+        for at in reversed(range(len(groups))):
+            other = (*styles[:at], "rowwise" if styles[at] == "colwise" else "colwise", *styles[at + 1 :])
             value = cost(other)
             if value < best:
                 best, styles = value, other
         if best == before:
             break
-    return _styled(model, resolved, styles, axis)
+    return _styled(model, resolved, groups, styles, axis)
 
 
-def _styled(model: nn.Module, resolved: Resolved, styles: dict[Twins, str], axis: str) -> Resolved:
+def _styled(
+    model: nn.Module, resolved: Resolved, groups: Sequence[Twins], styles: Sequence[str], axis: str
+) -> Resolved:
+    """The plan with a style for each group."""
     copy = replace(resolved, shards={n: dict(v) for n, v in resolved.shards.items()}, pins=list(resolved.pins))
-    for group, style in styles.items():
+    for group, style in zip(groups, styles, strict=True):
         for name in group.modules:
             apply_style(copy, model, name, style, axis, "the automatic choice")
     return copy
