@@ -16,8 +16,8 @@ from meshweave.runtime.cluster import shutdown
 pytestmark = pytest.mark.multiprocess
 
 
-# Each way to do attention, the tokens, and whether each device has a chunk of the head and one of the tail.
-WAYS = {
+# The algorithm of attention, the tokens, and whether each device has a chunk of the head and one of the tail.
+CASES = {
     "quick": [("gather", 9, False), ("heads", 8, False), ("ring", 8, True)],
     "others": [("gather", 8, True), ("ring:none", 8, False)],
 }
@@ -25,7 +25,7 @@ WAYS = {
 
 def job_attention(pipe: Connection, which: str) -> dict[str, Any]:
     errors, orders = [], []
-    for attention, tokens, _ in WAYS[which]:
+    for attention, tokens, _ in CASES[which]:
         made = plain(Shape(tokens=tokens))
         error, step = difference(made, "cp=2", torch.float64, plan=f"cp:cp:{attention}", profile="alpha-beta")
         errors.append(error)
@@ -39,4 +39,4 @@ def test_two_processes_hold_half_of_each_sequence(start: Callable[..., Job], whi
     for outcome in start(f"{__name__}:job_attention", 2, which).finish(240):
         assert "error" not in outcome, outcome["text"]
         assert max(outcome["errors"]) < 1e-10
-        assert outcome["orders"] == [is_balanced for *_, is_balanced in WAYS[which]]
+        assert outcome["orders"] == [is_balanced for *_, is_balanced in CASES[which]]

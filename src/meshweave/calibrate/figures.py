@@ -151,8 +151,8 @@ def _by_dtype(samples: Sequence[tuple[W, float]]) -> Iterable[tuple[str, list[tu
 
 
 def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str]:
-    beside = {own.level: own for own in figures.contentions}
-    for level in ("node", "net"):
+    beside = {level: Contention(level) for level in ("node", "net")} | {own.level: own for own in figures.contentions}
+    for level, contention in beside.items():
         samples = [sample for sample in figures.links if sample.level == level]
         if samples:
             fastest = max(sample.received for sample in samples)
@@ -163,7 +163,7 @@ def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str
             continue
         yield (
             f"[links.{level}]\nbandwidth = {_number(fastest)}  # {comment}\nefficiency = 1.0\n"
-            f"compute_slowdown = {_number(beside[level].slowdown if level in beside else 1.0)}\n"
+            f"compute_slowdown = {_number(contention.slowdown)}\n"
         )
     samples_of: dict[_Key, list[MeasuredLink]] = {}
     for sample in figures.links:
@@ -176,8 +176,7 @@ def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str
         head = "[[collectives]]  # bytes of the local input, seconds"
         share, least = _host(own)
         named = f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\n'
-        least = max(least, beside[level].seconds if level in beside else 0.0)
-        named += f"host = {_number(share)}\nhost_s = {_number(least)}\n"
+        named += f"host = {_number(share)}\nhost_s = {_number(max(least, beside[level].seconds))}\n"
         yield f"{named}{_points(_whole(curves, (op, level, size)))}"
 
 
@@ -193,10 +192,9 @@ def _whole(curves: Mapping[_Key, list[Row]], key: _Key) -> list[Row]:
     start_up = min(scatter[0][1], gather[0][1])
     for num_bytes in sorted({x for x, _ in (*own, *scatter) if x <= own[-1][0]}):
         seconds, parts = along(own, num_bytes), along(scatter, num_bytes) + along(gather, num_bytes / size)
-        least = rows[-1][1] if rows else 0.0
-        rows.append(
-            (num_bytes, max(least, min(seconds, parts - start_up) if seconds <= parts * _MOST_NOISE else seconds))
-        )
+        if seconds <= parts * _MOST_NOISE:
+            seconds = min(seconds, parts - start_up)
+        rows.append((num_bytes, max(seconds, rows[-1][1] if rows else 0.0)))
     return rows
 
 

@@ -72,7 +72,7 @@ class Contention:
     communication of any size takes `seconds` more."""
 
     level: str
-    slowdown: float
+    slowdown: float = 1.0
     seconds: float = 0.0
 
 

@@ -210,8 +210,7 @@ class RegionCompiler:
                     _NOTES.info("regions are compiled in this process (%s: %s)", type(error).__name__, error)
 
     def wait(self) -> None:
-        """Until no process of this rank compiles."""
-        self.start()
+        """Until no process of this rank compiles that has started."""
         for process in self._processes.values():
             process.wait()
 

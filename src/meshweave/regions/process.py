@@ -119,7 +119,7 @@ class CompilerProcess:
             self._reader.join()
 
 
-# Training has priority before torch is imported, which takes seconds of a core during the first step.
+# Training has priority from the beginning: importing torch takes seconds of a core.
 _SCRIPT = f"""
 import os, sys
 if sys.platform == "linux":
