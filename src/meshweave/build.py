@@ -29,6 +29,7 @@ from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
 from meshweave.passes.accumulate import accumulated
 from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
+from meshweave.rows.blocks import in_blocks
 from meshweave.schedule.order import without_collector
 from meshweave.sharding.assign import Price
 from meshweave.sharding.balance import balanced, takes_heads
@@ -109,6 +110,7 @@ def build_program(
     units = infer_units(captured)
 
     def built(step: StepGraph, pipeline: Pipeline) -> Program:
+        step = verify_step(in_blocks(step, mesh.flat_size(resolved.data_axes(mesh))))
         placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
         placement = placement if like is None else placement.keeping(like.placement)
 

@@ -70,7 +70,7 @@ def _owners(rule: Rule, cuts: Cuts, layouts: Sequence[Layout], placed_results: S
     tensors = [*zip(rule.operands, layouts, strict=True), *zip(rule.results, placed, strict=False)]
     for dims, layout in tensors:
         for axis, dim, key in layout.owned:
-            factor = dims[dim][0] if len(dims[dim]) == 1 else -1
+            factor = rule.rows_in(dims[dim])
             if rule.keyed is not None and (factor, key) == (rule.keyed.rows, rule.keyed.key):
                 owners.setdefault(axis, (axis, rule.keyed.experts, ""))
             elif rule.keyed is None and factor >= 0 and rule.can_own(factor):

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from meshweave.expand.emit import Emitter
-from meshweave.ir import grouped, local_ops
+from meshweave.ir import blocks, grouped, local_ops
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 
@@ -141,7 +141,7 @@ def _grouped_mm(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, 
     row, expert = _offset_of(emit, node, 0, 0), _offset_of(emit, node, 1, 0)
     if row is None and expert is None:
         return emit.call(node.target, args, kwargs)
-    return emit.call(grouped.mm_piece, (*values, row or 0, expert or 0), {})
+    return emit.call(grouped.mm_piece, (*values, row or 0, expert or 0, *_block_rows(node)), {})
 
 
 def _grouped_outer(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
@@ -150,12 +150,18 @@ def _grouped_outer(emit: Emitter, node: fx.Node, values: list[fx.Node], args: An
     if row is None and not layout.dims[0].axes:
         return emit.call(node.target, args, kwargs)
     experts = emit.extent(shape, layout, 0), emit.offset(shape, layout, 0)
-    return emit.call(grouped.outer_piece, (*values, experts[0], row or 0, experts[1]), {})
+    return emit.call(grouped.outer_piece, (*values, experts[0], row or 0, experts[1], *_block_rows(node)), {})
+
+
+def _block_rows(node: fx.Node) -> tuple[int, ...]:
+    """The number of rows of a block, if the rows of an op by expert are in blocks."""
+    (rows, _), (ends, _) = _operand(node, 0), _operand(node, 2)
+    return (rows.shape[0] // ends.shape[0],) if len(ends.shape) == 2 else ()
 
 
 def _own_experts(emit: Emitter, node: fx.Node, layout: Layout) -> tuple[Any, Any]:
     """First index and number of a device's experts, from the layout of its owned rows."""
-    experts, cut = _operand(node, 1)[0].shape, Layout(layout.mesh, (DimSharding(layout.owned_axes),))
+    experts, cut = _operand(node, 1)[0].shape[-1:], Layout(layout.mesh, (DimSharding(layout.owned_axes),))
     return emit.offset(experts, cut, 0), emit.extent(experts, cut, 0)
 
 
@@ -169,6 +175,45 @@ def _enter_rows(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, 
     (spec, whole), layout, dim = _operand(node, 0), _layout(node), args[2]
     row, parts = emit.offset(spec.shape, whole, dim), prod(layout.mesh.size(axis) for axis in layout.owned_axes)
     return emit.call(grouped.own_rows, (*values, dim, row, *_own_experts(emit, node, layout), parts), {})
+
+
+def _num_blocks(emit: Emitter, num_blocks: int, layout: Layout) -> Any:
+    """The number of blocks that a device has if `num_blocks` of rows are cut as in `layout`."""
+    return emit.extent((num_blocks,), Layout(layout.mesh, (DimSharding(layout.dims[0].axes),)), 0)
+
+
+def _block_sort(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    (spec, layout), (num_blocks, descending) = _operand(node, 0), args[1:]
+    numbers = _num_blocks(emit, num_blocks, layout), descending, emit.offset(spec.shape, layout, 0)
+    return emit.call(blocks.sort_piece, (*values, *numbers), {})
+
+
+def _block_counts(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    return emit.call(node.target, (*args[:2], _num_blocks(emit, args[2], _operand(node, 0)[1])), {})
+
+
+def _block_index(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    spec, layout = _operand(node, 0)
+    return emit.call(blocks.index_piece, (*values, emit.offset(spec.shape, layout, 0)), {})
+
+
+def _block_put(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    spec, layout = _operand(node, 0)
+    return emit.call(blocks.put_piece, (*values, args[3], emit.offset(spec.shape, layout, 0)), {})
+
+
+def _row_owners(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    layout = _layout(node)
+    if not layout.dims[0].axes:
+        return emit.call(node.target, args, kwargs)
+    num_rows = emit.extent(spec_of(node).shape, layout, 0)
+    return emit.call(node.target, (args[0], num_rows, [num_rows], *args[3:]), {})
+
+
+def _row_readers(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
+    shape, layout = spec_of(node).shape, _layout(node)
+    numbers = emit.extent(shape, layout, 1), emit.offset(shape, layout, 1)
+    return emit.call(grouped.readers_piece, (*args[:3], *numbers), {})
 
 
 def _extreme(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
@@ -242,6 +287,12 @@ LOCALIZERS: dict[str, Localizer] = {
     "grouped_outer": _grouped_outer,
     "enter_rows": _enter_rows,
     "leave_rows": _leave_rows,
+    "row_owners": _row_owners,
+    "row_readers": _row_readers,
+    "block_sort": _block_sort,
+    "block_counts": _block_counts,
+    "block_index": _block_index,
+    "block_put": _block_put,
     "extreme": _extreme,
     "guarded": _guarded,
     "resized_backward": _resized_backward,

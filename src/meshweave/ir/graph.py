@@ -191,7 +191,10 @@ def row_index(node: fx.Node) -> fx.Node | None:
     is_select = node.target is torch.ops.aten.index_select.default
     if len(args) <= 1 + is_select:  # passed by name
         return None
-    indices = ([args[2]] if args[1] == 0 else []) if is_select else list(args[1])
+    if is_select:
+        indices = [args[2]] if args[1] == 0 else []
+    else:
+        indices = [args[1]] if isinstance(args[1], fx.Node) else list(args[1])
     if len(indices) != 1 or indices[0] is None:
         return None
     spec = spec_of(indices[0])

@@ -1,7 +1,8 @@
 """The grouped matmul: rows sorted by expert, each multiplied with its expert's matrix.
 
 `ends[e]` is the row after the last row of expert e. Rows after the last end belong to no expert: they give zeros and
-get no gradient.
+get no gradient. Rows may also be sorted in blocks (`ir.blocks`): `ends[b, e]` then counts from the first row of block
+b.
 """
 
 from __future__ import annotations
@@ -13,14 +14,28 @@ from torch import Tensor, fx
 
 from meshweave.ir.ops import define_op
 
+Span = tuple[int, int, int]
+
 
 def spans(
-    ends: Tensor, num_experts: int, num_rows: int, first_row: int, first_expert: int
-) -> Iterator[tuple[int, int, int]]:
+    ends: Tensor, num_experts: int, num_rows: int, first_row: int, first_expert: int, block_rows: int
+) -> Iterator[Span]:
     """(index, start, stop) of each of `num_experts` experts from `first_expert` on that has rows among the `num_rows`
     of a device, relative to the device's first row: the global row `first_row`, or the first of its own rows
-    (`own_rows`)."""
-    lasts = ends.tolist()
+    (`own_rows`). Of rows in blocks, of which each has `block_rows`, a device has whole blocks or its own rows of
+    them."""
+    if ends.dim() == 1:
+        yield from _spans(ends.tolist(), num_experts, num_rows, first_row, first_expert)
+        return
+    begin = 0
+    for line in ends:
+        _, size = _own(line, block_rows, 0, first_expert, num_experts)
+        for index, start, stop in _spans(line.tolist(), num_experts, size, 0, first_expert):
+            yield index, begin + start, begin + stop
+        begin += size
+
+
+def _spans(lasts: list[int], num_experts: int, num_rows: int, first_row: int, first_expert: int) -> Iterator[Span]:
     first = max(first_row, lasts[first_expert - 1] if first_expert else 0)
     stops = [min(max(end - first, 0), num_rows) for end in lasts]
     for index in range(num_experts):
@@ -30,31 +45,50 @@ def spans(
             yield index, start, stops[expert]
 
 
-def mm_piece(x: Tensor, weight: Tensor, ends: Tensor, first_row: int, first_expert: int) -> Tensor:
+def mm_piece(x: Tensor, weight: Tensor, ends: Tensor, first_row: int, first_expert: int, block_rows: int = 0) -> Tensor:
     """`grouped_mm` of the rows from `first_row` on and the experts from `first_expert` on: rows of other experts are
-    zeros."""
+    zeros. `block_rows`: the number of rows of a block, if they are in blocks."""
     out = x.new_zeros((x.shape[0], weight.shape[2]))
     if out.is_meta:
         return out
-    for index, start, stop in spans(ends, weight.shape[0], x.shape[0], first_row, first_expert):
+    for index, start, stop in spans(ends, weight.shape[0], x.shape[0], first_row, first_expert, block_rows):
         torch.mm(x[start:stop], weight[index], out=out[start:stop])
     return out
 
 
-def outer_piece(x: Tensor, grad: Tensor, ends: Tensor, num_experts: int, first_row: int, first_expert: int) -> Tensor:
-    """`grouped_outer` over the rows from `first_row` on for `num_experts` experts from `first_expert` on."""
+def outer_piece(
+    x: Tensor,
+    grad: Tensor,
+    ends: Tensor,
+    num_experts: int,
+    first_row: int,
+    first_expert: int,
+    block_rows: int = 0,
+) -> Tensor:
+    """`grouped_outer` over the rows from `first_row` on for `num_experts` experts from `first_expert` on.
+    `block_rows`: the number of rows of a block, if they are in blocks."""
     out = x.new_zeros((num_experts, x.shape[1], grad.shape[1]))
     if out.is_meta:
         return out
-    for index, start, stop in spans(ends, num_experts, x.shape[0], first_row, first_expert):
-        torch.mm(x[start:stop].t(), grad[start:stop], out=out[index])
+    known: set[int] = set()
+    for index, start, stop in spans(ends, num_experts, x.shape[0], first_row, first_expert, block_rows):
+        if index in known:  # of an earlier block
+            out[index].addmm_(x[start:stop].t(), grad[start:stop])
+        else:
+            torch.mm(x[start:stop].t(), grad[start:stop], out=out[index])
+        known.add(index)
     return out
+
+
+def _block_rows(num_rows: int, ends: Tensor) -> int:
+    """The number of rows of each block among `num_rows`; 0 if they are not in blocks."""
+    return num_rows // max(ends.shape[0], 1) if ends.dim() == 2 else 0
 
 
 @define_op("grouped_mm")
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows x [s, k], sorted by expert, times their expert's weight [e, k, n]: [s, n]. `ends` [e] int32."""
-    return mm_piece(x, weight, ends, 0, 0)
+    """Rows x [s, k], sorted by expert, times their expert's weight [e, k, n]: [s, n]. `ends` [e], or [blocks, e]."""
+    return mm_piece(x, weight, ends, 0, 0, _block_rows(x.shape[0], ends))
 
 
 @grouped_mm.register_fake
@@ -66,12 +100,12 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def grouped_outer(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """The gradient of `grouped_mm` for its weight: x [s, k], grad [s, n] -> [e, k, n]: a sum over each expert's
     rows."""
-    return outer_piece(x, grad, ends, ends.shape[0], 0, 0)
+    return outer_piece(x, grad, ends, ends.shape[-1], 0, 0, _block_rows(x.shape[0], ends))
 
 
 @grouped_outer.register_fake
 def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty((ends.shape[0], x.shape[1], grad.shape[1]))
+    return x.new_empty((ends.shape[-1], x.shape[1], grad.shape[1]))
 
 
 @define_op("enter_rows")
@@ -113,8 +147,11 @@ def own_rows(
     if x.is_meta:
         num_rows = -(-x.shape[dim] // parts) if parts else x.shape[dim] + 1
         return x.new_empty((*x.shape[:dim], num_rows, *x.shape[dim + 1 :]))
-    start, size = _own(ends, x.shape[dim], first_row, first_expert, num_experts)
-    return x.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+    if ends.dim() == 1:
+        start, size = _own(ends, x.shape[dim], first_row, first_expert, num_experts)
+        return x.narrow(dim, start, size).clone(memory_format=torch.contiguous_format)
+    spans = _own_spans(ends, x.shape[dim], first_expert, num_experts)
+    return torch.cat([x.narrow(dim, start, size) for start, size in spans], dim)
 
 
 def all_rows(
@@ -122,10 +159,24 @@ def all_rows(
 ) -> Tensor:
     """All `num_rows` rows along `dim`, from `first_row` on: rows of the local experts from x, others zeros."""
     out = x.new_zeros((*x.shape[:dim], num_rows, *x.shape[dim + 1 :]))
-    if not x.is_meta:
-        start, size = _own(ends, num_rows, first_row, first_expert, num_experts)
-        out.narrow(dim, start, size).copy_(x)
+    if x.is_meta:
+        return out
+    if ends.dim() == 1:
+        spans = [_own(ends, num_rows, first_row, first_expert, num_experts)]
+    else:
+        spans = _own_spans(ends, num_rows, first_expert, num_experts)
+    begin = 0
+    for start, size in spans:
+        out.narrow(dim, start, size).copy_(x.narrow(dim, begin, size))
+        begin += size
     return out
+
+
+def _own_spans(ends: Tensor, num_rows: int, first_expert: int, num_experts: int) -> list[tuple[int, int]]:
+    """Start and number of the own rows of each block among `num_rows`, relative to the first row."""
+    block_rows = _block_rows(num_rows, ends)
+    own = [_own(line, block_rows, 0, first_expert, num_experts) for line in ends] or [(0, 0)]
+    return [(block * block_rows + start, size) for block, (start, size) in enumerate(own)]
 
 
 @define_op("row_owners")
@@ -136,13 +187,16 @@ def row_owners(
 
     `row_stops[p]` is the end of piece p of the rows, `expert_stops[d]` that of the experts of the d-th device;
     `members` [pieces, devices, copies], flat, are those that have the rows of piece p whose experts are on device d.
+    Rows in blocks are in a single piece.
     """
     table = torch.tensor(members, device=ends.device).view(len(row_stops), len(expert_stops), -1)
     rows = torch.arange(num_rows, device=ends.device)
     piece = torch.searchsorted(torch.tensor(row_stops, device=ends.device), rows, right=True)
-    before = torch.cat([ends.new_zeros(1), ends]).long()[expert_stops]
-    owner = torch.searchsorted(before, rows, right=True).clamp(max=expert_stops.index(expert_stops[-1]))
-    return table[piece, owner]
+    lines = ends.reshape(-1, ends.shape[-1]).long()
+    before = torch.cat([lines.new_zeros(lines.shape[0], 1), lines], 1)[:, expert_stops].contiguous()
+    inside = torch.arange(num_rows // max(lines.shape[0], 1), device=ends.device).expand(lines.shape[0], -1)
+    owner = torch.searchsorted(before, inside.contiguous(), right=True).view(-1)
+    return table[piece, owner.clamp(max=expert_stops.index(expert_stops[-1]))]
 
 
 @row_owners.register_fake
@@ -152,18 +206,23 @@ def _(ends: Tensor, num_rows: int, row_stops: list[int], expert_stops: list[int]
 
 
 @define_op("row_readers")
-def row_readers(members: Tensor, places: Tensor | None, num_members: int, num_rows: int) -> Tensor:
+def row_readers(members: Tensor, places: Tensor | None, num_members: int, num_rows: int, blocks: int) -> Tensor:
     """Which members read which rows: [num_members, num_rows]. The members `members[i]` read row `places[i]`, for each
-    i."""
-    at = torch.arange(len(members), device=members.device) if places is None else places
-    readers = torch.zeros((num_members, num_rows), dtype=torch.bool, device=members.device)
-    readers[members, at.unsqueeze(1)] = True
-    return readers
+    i. Both kinds of rows are in `blocks`, if there are several, and those of a block refer only to this block."""
+    return readers_piece(members, places, num_members, num_rows, 0)
 
 
 @row_readers.register_fake
-def _(members: Tensor, places: Tensor | None, num_members: int, num_rows: int) -> Tensor:
+def _(members: Tensor, places: Tensor | None, num_members: int, num_rows: int, blocks: int) -> Tensor:
     return members.new_empty((num_members, num_rows), dtype=torch.bool)
+
+
+def readers_piece(members: Tensor, places: Tensor | None, num_members: int, num_rows: int, first_row: int) -> Tensor:
+    """`row_readers` of the `num_rows` rows from `first_row` on."""
+    at = torch.arange(len(members), device=members.device) if places is None else places - first_row
+    readers = torch.zeros((num_members, num_rows), dtype=torch.bool, device=members.device)
+    readers[members, at.unsqueeze(1)] = True
+    return readers
 
 
 def key_of(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from meshweave.interop.ops import is_operator, operator_name
-from meshweave.ir import grouped, local_ops, ops  # noqa: F401  (defines our ops)
+from meshweave.ir import blocks, grouped, local_ops, ops  # noqa: F401  (defines our ops)
 
 aten = torch.ops.aten
 RANDOM = frozenset({torch.ops.meshweave.uniform.default, torch.ops.meshweave.chance.default})
@@ -47,7 +47,8 @@ _WORK = {
         "avg_pool3d_backward bucketize complex fill hardshrink_backward hardswish hardtanh_backward "
         "leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill mish_backward polar "
         "own_rows all_rows round_parts searchsorted softshrink_backward sum_parts tril triu where floor_divide isin "
-        "pin clone add mul sub div enter_rows leave_rows row_owners row_readers _dirichlet_grad _standard_gamma_grad"
+        "pin clone add mul sub div enter_rows leave_rows row_owners row_readers readers_piece "
+        "_dirichlet_grad _standard_gamma_grad"
     ),
     "reduction": (
         "_softmax _softmax_backward_data all amax amin any argmax argmin count_nonzero max mean min "
@@ -55,11 +56,11 @@ _WORK = {
         "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool2d "
         "adaptive_max_pool3d max_pool2d_with_indices max_pool3d_with_indices fractional_max_pool2d "
         "fractional_max_pool3d multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward histc dot "
-        "_embedding_bag _embedding_bag_per_sample_weights_backward"
+        "_embedding_bag _embedding_bag_per_sample_weights_backward block_counts"
     ),
     "scan": (
         "cummax cummin cumprod cumsum logcumsumexp sort topk kthvalue median nanmedian mode _fft_c2c _fft_c2r _fft_r2c "
-        "merge_attention finish_attention add_gradient "
+        "merge_attention finish_attention add_gradient block_sort sort_piece "
         "_cdist_forward _cdist_backward _pdist_forward _pdist_backward _ctc_loss _ctc_loss_backward ctc_loss"
     ),
     "strided": (
@@ -79,14 +80,14 @@ _WORK = {
         "upsample_bicubic2d upsample_bicubic2d_backward _upsample_nearest_exact1d _upsample_nearest_exact1d_backward "
         "_upsample_nearest_exact2d _upsample_nearest_exact2d_backward _upsample_nearest_exact3d "
         "_upsample_nearest_exact3d_backward _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward "
-        "_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward"
+        "_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward block_index index_piece"
     ),
     "scatter": (
         "_unsafe_index_put adaptive_max_pool2d_backward adaptive_max_pool3d_backward embedding_backward "
         "embedding_dense_backward grid_sampler_2d_backward grid_sampler_3d_backward index_put masked_scatter "
         "max_pool2d_with_indices_backward max_pool3d_with_indices_backward scatter scatter_add scatter_reduce "
         "fractional_max_pool2d_backward fractional_max_pool3d_backward masked_scatter_backward index_reduce "
-        "_embedding_bag_dense_backward add_rows segment_reduce _segment_reduce_backward"
+        "_embedding_bag_dense_backward add_rows segment_reduce _segment_reduce_backward block_put put_piece"
     ),
     "fill": "arange full zeros ones empty",
     "random": "uniform chance",

@@ -18,14 +18,15 @@ import torch
 from torch import fx
 
 from meshweave.ir import ops
+from meshweave.ir.blocks import num_blocks_of
 from meshweave.ir.collectives import SPARSE_GATHER, SPARSE_SCATTER
 from meshweave.ir.graph import Spec, StepGraph, copy_meta, row_index, spec_of
-from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.layout import WHOLE, DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even, nested_chunk
 from meshweave.ir.rank import in_mesh_order
 from meshweave.movement.arrange import PlanMove
-from meshweave.movement.own_sums import is_zeros
+from meshweave.movement.own_sums import LOOKUPS, PUTS, is_zeros
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Kind
 from meshweave.sharding.rates import Rates, default_rates
@@ -39,7 +40,7 @@ _SPARSE: dict[str, tuple[Kind, Any]] = {
 _INTEGER_BYTES = 32  # bytes of index computation per sorted row: two integers, written and read
 _SAME_ROWS = frozenset({aten.view.default, aten._to_copy.default})  # rows of `width` elements keep their order
 
-_LOOKUPS = frozenset({aten.index.Tensor, aten.index_select.default})
+_LOOKUPS = frozenset({*LOOKUPS, aten.index_select.default})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class Path:
     """From sorted rows, which devices own in `layout` by `ends`, to rows of `width` elements of a moved value.
 
     `steps`, in this order: ("lookup", index) for the sorted rows at `index`, ("group", k) if k successive rows form a
-    row. With `places` the i-th of these belongs to row `places[i]` of the value.
+    row. With `places` the i-th of these belongs to row `places[i]` of the value. `num_blocks`: if not 0, all these rows
+    are in so many blocks, and refer to rows of the same block.
     """
 
     ends: fx.Node
@@ -57,17 +59,34 @@ class Path:
     steps: tuple[tuple[str, Any], ...] = ()
     places: fx.Node | None = None
 
+    @property
+    def num_blocks(self) -> int:
+        return spec_of(self.ends).shape[0] if len(spec_of(self.ends).shape) > 1 else 0
+
+    @property
+    def blocks(self) -> DimSharding:
+        """How the blocks are cut."""
+        return DimSharding(self.layout.dims[0].axes) if self.num_blocks else WHOLE
+
+    @property
+    def owning_axes(self) -> tuple[str, ...]:
+        """The axes whose devices own different sorted rows of the same block, or of all rows."""
+        cut = () if self.num_blocks else self.layout.dims[0].axes
+        return (*cut, *self.layout.owned_axes)
+
 
 def sparse_plan(plan: MovePlan, share: float) -> MovePlan | None:
     """The plan of the same move if a device reads or has only a `share` of its rows; None if it has no sparse form.
-    There is a sparse form of a gather or sum over a single group along dim 0, of equal pieces in group order."""
+    There is a sparse form of a gather or sum over a single group along dim 0, of equal pieces in group order. Outer
+    axes may cut dim 0 as well."""
     if len(plan.steps) != 1 or plan.steps[0].kind not in _SPARSE:
         return None
     (step,), request = plan.steps, plan.request
     cut = step.source if step.kind == "all_gather" else step.target
     whole = step.target if step.kind == "all_gather" else step.source
-    axes, mesh, shape = cut.dims[0].axes if cut.dims else (), cut.mesh, request.shape
-    is_stacked = step.dim == 0 and axes == step.axes == in_mesh_order(mesh, axes) and not whole.dims[0].axes
+    axes, mesh, shape = step.axes, cut.mesh, request.shape
+    is_outer = bool(cut.dims) and cut.dims[0].axes == (*whole.dims[0].axes, *axes)
+    is_stacked = step.dim == 0 and is_outer and axes == in_mesh_order(mesh, axes)
     is_whole = all(not dim.axes for dim in cut.dims[1:-1]) and is_even(shape[0], cut.parts(0), cut.dims[0].unit)
     if not is_stacked or not is_whole or step.op not in ("", "sum"):
         return None
@@ -106,8 +125,9 @@ class _Writer:
             return
         assert isinstance(source, fx.Node)
         path = self.read(node) if plan.steps[0].kind == "all_gather" else _made(source)
-        shape, axes = spec_of(node).shape, plan.steps[0].axes
-        if path is None or not _fits(path, shape, axes):
+        step, shape = plan.steps[0], spec_of(node).shape
+        whole, axes = step.target if step.kind == "all_gather" else step.source, step.axes
+        if path is None or not _fits(path, shape, axes) or whole.dims[0].axes != path.blocks.axes:
             return
         num_rows = prod(shape) // path.width
         share = _expected_share(path, num_rows, axes)
@@ -166,10 +186,10 @@ class _Writer:
         ]
         last = max(needed)
         with self.graph.inserting_before(last.next):
-            emit = _Emit(self.graph, last, path.layout.mesh)
+            emit = _Emit(self.graph, last, path.layout.mesh, path.blocks)
             tables = _tables(path, axes)
             copies = len(tables[2]) // (len(tables[0]) * len(tables[1]))
-            owners = (emit.whole(path.ends), path.num_rows, *tables)
+            owners = (emit.rows(path.ends), path.num_rows, *tables)
             members = emit.call(ours.row_owners.default, owners, (path.num_rows, copies))
             for kind, by in path.steps:
                 rows, copies = spec_of(members).shape
@@ -177,33 +197,43 @@ class _Writer:
                     shape = (rows // by, copies * by)
                     members = emit.call(aten.view.default, (members, list(shape)), shape)
                 else:
-                    index = emit.whole(by)
+                    index = emit.rows(by)
                     shape = (spec_of(index).shape[0], copies)
-                    members = emit.call(aten.index.Tensor, (members, [index]), shape)
+                    members = emit.lookup(members, index, path.num_blocks, shape)
             count = path.layout.mesh.flat_size(axes)
-            places = path.places and emit.whole(path.places)
-            return emit.call(
-                ours.row_readers.default, (members, places, count, num_rows), (count, num_rows), torch.bool
-            )
+            places = path.places and emit.rows(path.places)
+            args = (members, places, count, num_rows, max(path.num_blocks, 1))
+            return emit.call(ours.row_readers.default, args, (count, num_rows), torch.bool, dim=1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Emit:
-    """Writes ops that every device computes, with metadata as of `like`."""
+    """Writes ops that every device computes for the blocks of rows that it has, or for all rows, with metadata as of
+    `like`."""
 
     graph: fx.Graph
     like: fx.Node
     mesh: Mesh
+    blocks: DimSharding
 
-    def call(self, target: Any, args: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> fx.Node:
+    def layout(self, shape: tuple[int, ...], dim: int = 0) -> Layout:
+        dims = (self.blocks if d == dim else WHOLE for d in range(len(shape)))
+        return Layout(self.mesh, tuple(dims)).normalized(shape)
+
+    def call(
+        self, target: Any, args: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.int64, dim: int = 0
+    ) -> fx.Node:
         new = self.graph.call_function(target, args)
-        return copy_meta(
-            self.like, new, spec=Spec(shape, dtype), layout=Layout.replicated(self.mesh, len(shape)).normalized(shape)
-        )
+        return copy_meta(self.like, new, spec=Spec(shape, dtype), layout=self.layout(shape, dim))
 
-    def whole(self, value: fx.Node) -> fx.Node:
-        """The value, whole on every device."""
-        layout = Layout.replicated(self.mesh, len(spec_of(value).shape)).normalized(spec_of(value).shape)
+    def lookup(self, table: fx.Node, index: fx.Node, num_blocks: int, shape: tuple[int, ...]) -> fx.Node:
+        if num_blocks:
+            return self.call(ours.block_index.default, (table, index, num_blocks), shape)
+        return self.call(aten.index.Tensor, (table, [index]), shape)
+
+    def rows(self, value: fx.Node) -> fx.Node:
+        """A value of rows, or of their blocks, along dim 0: those that every device has."""
+        layout = self.layout(spec_of(value).shape)
         copy = next((v for v in _origins(value) if v.meta["layout"] == layout), None)
         if copy is None:
             copy = copy_meta(value, self.graph.call_function(ops.move, (value, str(layout))), layout=layout)
@@ -231,9 +261,13 @@ def _at_places(path: Path | None, node: fx.Node, table: Spec) -> Path | None:
     at, width = row_index(node), prod(table.shape[1:])
     assert at is not None, "the caller has checked it"
     if at.target is ours.enter_rows.default:
-        return replace(_sorted_rows(at.args[1], at.meta["layout"], spec_of(at)), width=width, places=at.args[0])  # type: ignore[arg-type]
+        sorted_rows = _sorted_rows(at.args[1], at.meta["layout"], spec_of(at))
+        owned = replace(sorted_rows, width=width, places=at.args[0])  # type: ignore[arg-type]
+        return owned if owned.num_blocks == num_blocks_of(node) else None
     is_free = path is not None and path.places is None and path.width == width and not at.meta["layout"].owned
-    return replace(path, places=at) if path is not None and is_free else None
+    if path is None or not is_free or path.num_blocks != num_blocks_of(node):
+        return None
+    return replace(path, places=at)
 
 
 def _grouped(path: Path | None, many: tuple[int, ...], few: tuple[int, ...]) -> Path | None:
@@ -250,6 +284,8 @@ def _looked_up(path: Path | None, node: fx.Node, rows: Spec) -> Path | None:
     """A path to rows at an index along dim 0, looked up or added there."""
     at = row_index(node)
     if path is None or path.places is not None or at is None or prod(rows.shape[1:]) != path.width:
+        return None
+    if path.num_blocks != num_blocks_of(node):
         return None
     return None if at.meta["layout"].owned else replace(path, steps=(*path.steps, ("lookup", at)))
 
@@ -272,21 +308,21 @@ def _made(node: fx.Node) -> Path | None:
 
 def _adds_on_zeros(node: fx.Node) -> bool:
     args: Any = node.args
-    return node.target is aten.index_put.default and len(args) == 4 and args[3] and is_zeros(args[0])
+    return node.target in PUTS and len(args) > 3 and args[3] is True and is_zeros(args[0])
 
 
 def _fits(path: Path, shape: tuple[int, ...], axes: tuple[str, ...]) -> bool:
     """Whether the rows of a path are whole rows of a value of this shape, distributed over only these axes."""
     widths = [prod(shape[d:]) for d in range(1, len(shape) + 1)]
-    owning = (*path.layout.dims[0].axes, *path.layout.owned_axes)
-    return path.width in widths and bool(path.layout.owned_axes) and set(owning) <= set(axes)
+    return path.width in widths and bool(path.layout.owned_axes) and set(path.owning_axes) <= set(axes)
 
 
 def _tables(path: Path, axes: tuple[str, ...]) -> tuple[list[int], list[int], list[int]]:
     """The distribution of the sorted rows, in the form of `grouped.row_owners`: ends of their pieces and of the pieces
     of the experts, and the members of the group over `axes` that have each of both."""
     layout, mesh = path.layout, path.layout.mesh
-    cut, owned = layout.dims[0], DimSharding(layout.owned_axes)
+    cut = WHOLE if path.num_blocks else layout.dims[0]
+    owned = DimSharding(layout.owned_axes)
     rest = tuple(axis for axis in axes if axis not in (*cut.axes, *owned.axes))
     group = in_mesh_order(mesh, axes)
     every = (*cut.axes, *owned.axes, *rest)
@@ -296,7 +332,7 @@ def _tables(path: Path, axes: tuple[str, ...]) -> tuple[list[int], list[int], li
         for axis in group:
             member = member * mesh.size(axis) + at[axis]
         members.append(member)
-    (num_experts,) = spec_of(path.ends).shape
+    num_experts = spec_of(path.ends).shape[-1]
     return _stops(mesh, cut, path.num_rows), _stops(mesh, owned, num_experts), members
 
 
@@ -314,8 +350,8 @@ def _stops(mesh: Mesh, cut: DimSharding, size: int) -> list[int]:
 def _expected_share(path: Path, num_rows: int, axes: tuple[str, ...]) -> float:
     """The fraction of rows that a device reads if every row chooses equally many distinct experts, all equally
     often."""
-    (num_experts,), mesh = spec_of(path.ends).shape, path.layout.mesh
-    num_devices = mesh.flat_size((*path.layout.dims[0].axes, *path.layout.owned_axes))
+    num_experts, mesh = spec_of(path.ends).shape[-1], path.layout.mesh
+    num_devices = mesh.flat_size(path.owning_axes)
     choices = min(max(round(path.num_rows / num_rows), 1), num_experts)
     others = num_experts * (1 - 1 / num_devices)
     return 1 - prod(max(others - i, 0) / (num_experts - i) for i in range(choices))
@@ -328,4 +364,5 @@ def _handling_seconds(path: Path, num_rows: int, plan: MovePlan, share: float, r
     whole = step.target if step.kind == "all_gather" else step.source
     num_bytes = prod(whole.local_shape(plan.request.shape)) * dtype.itemsize
     routing = _INTEGER_BYTES * path.num_rows + whole.mesh.flat_size(step.axes) * num_rows
+    routing //= whole.mesh.flat_size(path.blocks.axes)
     return ((1 + 3 * share) * num_bytes + routing) / rates(dtype).bytes_per_second

@@ -17,14 +17,17 @@ from torch import fx
 
 from meshweave.interop.ops import arguments_of
 from meshweave.ir import ops
+from meshweave.ir.blocks import num_blocks_of
 from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, row_index, spec_of, tensor_inputs
-from meshweave.ir.layout import Layout
+from meshweave.ir.layout import WHOLE, Layout
 from meshweave.sharding.assign import Assignment, Own, Role, Shard, realize
 from meshweave.sharding.owned import by_rows
 from meshweave.sharding.registry import result_specs, row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
+LOOKUPS = (aten.index.Tensor, ours.block_index.default)
+PUTS = (aten.index_put.default, ours.block_put.default)
 
 
 def own_sums(step: StepGraph) -> StepGraph:
@@ -46,7 +49,7 @@ def _sum(graph: fx.Graph, node: fx.Node) -> None:
     view, dims, *rest = _args(node)
     is_plain = dims == [1] and not any(rest) and not node.kwargs
     lookup = _args(view)[0] if view.target is aten.view.default and is_plain else None
-    if lookup is None or lookup.target is not aten.index.Tensor or len(spec_of(view).shape) != 3:
+    if lookup is None or lookup.target not in LOOKUPS or len(spec_of(view).shape) != 3:
         return
     leave, order = _args(lookup)[0], _inverted(row_index(lookup))
     if order is None or leave.target is not ours.leave_rows.default or len(spec_of(leave).shape) != 2:
@@ -57,7 +60,7 @@ def _sum(graph: fx.Graph, node: fx.Node) -> None:
         at = _entered(graph, _divided(graph, order, count, node), ends, layout)
         zeros = graph.call_function(aten.full.default, (list(spec_of(node).shape), 0), {"dtype": spec_of(node).dtype})
         copy_meta(node, zeros)
-        new = copy_meta(node, graph.call_function(aten.index_put.default, (zeros, [at], rows, True)))
+        new = copy_meta(node, _put(graph, zeros, at, rows, num_blocks_of(lookup)))
         option = _owning(new, layout, operand=2)
     if option.results != (node.meta["layout"],) or option.operands[1:] != (at.meta["layout"], layout):
         graph.erase_node(new)
@@ -71,9 +74,9 @@ def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
     """Rewrite expand [tokens, k, width] -> view -> sum at an inverse on zeros -> enter_rows as a lookup at indices."""
     value, ends, dim = _args(enter)
     put = _args(value)[0] if value.target is ops.move else value
-    if put.target is not aten.index_put.default or dim != 0 or len(_args(put)) != 4:
+    if put.target not in PUTS or dim != 0 or len(_args(put)) < 4:
         return
-    zeros, _, view, is_added = _args(put)
+    zeros, _, view, is_added, *_ = _args(put)
     order = _inverted(row_index(put))
     expand = _args(view)[0] if view.target is aten.view.default else view
     if order is None or not is_added or not is_zeros(zeros) or expand.target is not aten.expand.default:
@@ -82,7 +85,8 @@ def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
     shape, layout = spec_of(expand).shape, enter.meta["layout"]
     if ones != 1 or shape != (few, shape[1], width) or spec_of(enter).shape != (few * shape[1], width):
         return
-    if wide.meta["layout"].partial or any(cut.axes for cut in wide.meta["layout"].dims[:2]):
+    blocks = layout.dims[:1] if num_blocks_of(put) else (WHOLE,)
+    if wide.meta["layout"].partial or wide.meta["layout"].dims[:2] != (*blocks, WHOLE):
         return
     with graph.inserting_before(enter):
         at = _entered(graph, _divided(graph, order, shape[1], enter), ends, layout)
@@ -90,7 +94,7 @@ def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
         table.meta["spec"] = Spec((few, width), spec_of(wide).dtype)
         cut = wide.meta["layout"]
         table.meta["layout"] = Layout(cut.mesh, (cut.dims[0], cut.dims[2])).normalized((few, width))
-        new = copy_meta(enter, graph.call_function(aten.index.Tensor, (table, [at])))
+        new = copy_meta(enter, _lookup(graph, table, at, num_blocks_of(put)))
         option = _owning(new, layout, operand=-1)
     if option.results != (layout,) or option.operands != (table.meta["layout"], at.meta["layout"]):
         graph.erase_node(new)
@@ -122,21 +126,34 @@ def _inverted(index: fx.Node | None) -> fx.Node | None:
         if _is_descending(_args(root)[0]):
             return None
         order = ops.unmoved(_args(_args(root)[0])[0])
-        return order if _is_order(order) else None
-    if root is None or root.target is not aten.index_put.default or any(_args(root)[3:]):
+        return order if _is_order(order) and num_blocks_of(order) == num_blocks_of(root) else None
+    if root is None or root.target not in PUTS or _args(root)[3:4] == (True,):
         return None
     at, numbers = row_index(root), ops.unmoved(_args(root)[2])
     is_count = numbers.target is aten.arange.start_step and _args(numbers) == (0, *spec_of(root).shape, 1)
-    if at is None or not is_count or not _is_order(ops.unmoved(at)):
+    order = ops.unmoved(at) if at is not None else None
+    if order is None or not is_count or not _is_order(order) or num_blocks_of(order) != num_blocks_of(root):
         return None
-    return ops.unmoved(at) if spec_of(at).shape == spec_of(root).shape else None
+    return order if spec_of(order).shape == spec_of(root).shape else None
 
 
 def _is_order(value: fx.Node) -> bool:
-    """Whether a value is the permutation of a sort of all elements of a dim."""
+    """Whether a value is the permutation of a sort of all elements of a dim, or of each block."""
     is_item = value.target is operator.getitem and _args(value)[1] == 1
-    sorts = (aten.sort.default, aten.sort.stable)
+    sorts = (aten.sort.default, aten.sort.stable, ours.block_sort.default)
     return is_item and _args(value)[0].target in sorts and len(spec_of(value).shape) == 1
+
+
+def _lookup(graph: fx.Graph, table: fx.Node, at: fx.Node, num_blocks: int) -> fx.Node:
+    if num_blocks:
+        return graph.call_function(ours.block_index.default, (table, at, num_blocks))
+    return graph.call_function(aten.index.Tensor, (table, [at]))
+
+
+def _put(graph: fx.Graph, zeros: fx.Node, at: fx.Node, rows: fx.Node, num_blocks: int) -> fx.Node:
+    if num_blocks:
+        return graph.call_function(ours.block_put.default, (zeros, at, rows, True, num_blocks))
+    return graph.call_function(aten.index_put.default, (zeros, [at], rows, True))
 
 
 def _is_descending(sort: fx.Node) -> bool:
@@ -173,5 +190,5 @@ def _owning(node: fx.Node, layout: Layout, operand: int) -> Assignment:
     roles: list[tuple[str, Role]] = []
     for factors, cut in zip(dims, layout.dims, strict=True):
         roles += [(axis, Shard(factors[0], cut.unit)) for axis in cut.axes]
-    roles += [(axis, Own(dims[dim][0], key)) for axis, dim, key in layout.owned]
+    roles += [(axis, Own(rule.rows_in(dims[dim]), key)) for axis, dim, key in layout.owned]
     return realize(rule, layout.mesh, roles, [spec_of(n) for n in tensor_inputs(node)], result_specs(node))

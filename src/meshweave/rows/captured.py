@@ -37,7 +37,7 @@ def split_captured(step: StepGraph, num_chunks: int, num_devices: int) -> tuple[
     if such an op is between a sort and its inverse the sort stays whole.
     """
     cut = Cut(0, num_devices, num_chunks)
-    graph = _described(step)
+    graph = described(step)
     rows = [
         node
         for item, node in zip(step.inputs, graph.find_nodes(op="placeholder"), strict=True)
@@ -67,7 +67,7 @@ def _why_whole(graph: fx.Graph, chunked: Regions) -> str:
     return "it has no experts"
 
 
-def _described(step: StepGraph) -> fx.Graph:
+def described(step: StepGraph) -> fx.Graph:
     """A copy of the graph with meta["val"] on all nodes; tensors computed from numbers alone are recomputed for every
     user, whose rows may be in another order."""
     graph = copied_graph(step.graph)

@@ -128,13 +128,13 @@ def _sort(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
         raise NoCut("it sorts counts")
     if into is None:
         return RowRule((cut,), (_rows(cut, node), _rows(cut, node, (order, size))))
-    if into[1] != size or not _is_ascending(node):
+    if into[1] != size or is_descending(node):
         raise NoCut("it sorts incomplete positions")
     return RowRule((cut,), (_rows(cut, into[0], into), _rows(cut, into[0], (order, size))))  # the inverse
 
 
-def _is_ascending(sort: fx.Node) -> bool:
-    return not argument(sort, 2 if sort.target is aten.sort.default else 3)
+def is_descending(sort: fx.Node) -> bool:
+    return bool(argument(sort, 2 if sort.target is aten.sort.default else 3))
 
 
 def _quotient(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
@@ -271,7 +271,7 @@ def _of_experts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     ids = _root(cut.order.args[0])
     args: Any = ids.args
     is_index = ids.target is operator.getitem and args[1] == 1 and args[0].target in _INDICES
-    if not _is_ascending(cut.order) or not (is_index or ids.target is aten.argmax.default):
+    if is_descending(cut.order) or not (is_index or ids.target is aten.argmax.default):
         raise NoCut("its rows may belong to no expert: their sort key may be negative, or descending")
     ends = Counted(0, cut.outer, cut.count, ids, True)
     return RowRule((cut, cut, ends), ("sum",)) if sums else RowRule((cut, None, ends), (cut,))

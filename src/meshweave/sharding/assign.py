@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -184,13 +184,10 @@ def homes(rule: Rule, results: Sequence[Spec | None], operands: Sequence[Operand
 
 def _own(rule: Rule, position: int, dim: int, key: str) -> Shard | Own | None:
     """How an op continues with rows of operand `position` that devices own: by its own experts, or row by row."""
-    dims = rule.operands[position][dim]
-    if len(dims) != 1:
-        return None
-    keyed = rule.keyed
-    if keyed is not None and (keyed.rows, keyed.key) == (dims[0], key):
+    rows, keyed = rule.rows_in(rule.operands[position][dim]), rule.keyed
+    if keyed is not None and (keyed.rows, keyed.key) == (rows, key):
         return Shard(keyed.experts) if position in keyed.positions else None
-    return Own(dims[0], key) if keyed is None and rule.can_own(dims[0]) else None
+    return Own(rows, key) if keyed is None and rows >= 0 and rule.can_own(rows) else None
 
 
 def _follow(rule: Rule, dims: Dims, d: int, layout: Layout) -> Shard | None:
@@ -216,7 +213,7 @@ def candidates(
     order = _held_order(axes, layouts)
     for combination in product(*choices):
         roles = dict(zip(axes, combination, strict=True))
-        if _agree(roles.values()):
+        if _agree(roles.values()) and _has_whole_blocks(rule, mesh, roles):
             yield realize(rule, mesh, [(a, roles[a]) for a in order], operands, results)
 
 
@@ -233,6 +230,12 @@ def _agree(roles: Iterable[Role]) -> bool:
     units: dict[int, int] = {}
     shards = [r for r in roles if isinstance(r, Shard)]
     return all(units.setdefault(r.factor, r.unit) == r.unit for r in shards)
+
+
+def _has_whole_blocks(rule: Rule, mesh: Mesh, roles: Mapping[str, Role]) -> bool:
+    """Whether every device has equally many blocks of rows, if the op has rows in blocks."""
+    parts = prod(mesh.size(a) for a, r in roles.items() if isinstance(r, Shard) and r.factor == rule.block >= 0)
+    return parts == 1 or rule.sizes[rule.block] % parts == 0
 
 
 def _held_order(axes: Sequence[str], layouts_of: Sequence[Sequence[Layout]]) -> list[str]:

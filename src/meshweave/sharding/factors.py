@@ -50,7 +50,8 @@ class Rule:
     `instead` are pairs of factors: an axis that would cut the first may (must, where `is_instead`) cut the second,
     though no operand is cut so. `back` names for each result the operand to whose layout it is moved right after the
     op; -1 if it stays. `placed` are factors along which the op uses indices into the whole dim (a lookup in a table):
-    the op on a piece gets the piece's offset, so the cuts have to be known at compile time.
+    the op on a piece gets the piece's offset, so the cuts have to be known at compile time. `block` is the factor of
+    blocks of rows (`ir.blocks`): devices may own rows of the blocks that they have.
     """
 
     sizes: tuple[int, ...]
@@ -64,6 +65,7 @@ class Rule:
     back: tuple[int, ...] = ()
     keyed: Keyed | None = None
     placed: frozenset[int] = frozenset()
+    block: int = -1
 
     @property
     def num_steps(self) -> int:
@@ -111,9 +113,16 @@ class Rule:
         if self.keyed is not None:
             return False
         inside = [{f for dim in dims for f in dim} for dims in self.results]
-        alone = all(dim == (factor,) for dims in (*self.operands, *self.results) for dim in dims if factor in dim)
+        with_rows = [dim for dims in (*self.operands, *self.results) for dim in dims if factor in dim]
+        alone = all(self.rows_in(dim) == factor for dim in with_rows)
         is_kept = all(factor in factors for factors in inside) or self.reduce_op(factor) == "sum"
-        return self.is_shardable(factor) and factor not in self.placed and alone and is_kept
+        is_free = factor not in self.whole and factor not in self.placed and self.sizes[factor] > 1
+        return is_free and alone and is_kept
+
+    def rows_in(self, dim: Dim) -> int:
+        """The factor of the rows of a dim that devices may own: its only factor, or the rows of each block; else -1."""
+        is_in_blocks = len(dim) == 2 and dim[0] == self.block
+        return dim[-1] if len(dim) == 1 or is_in_blocks else -1
 
     def owned(self, position: int, axes: Sequence[tuple[str, int, str]]) -> tuple[tuple[str, int, str], ...]:
         """`Layout.owned` of the tensor at `position`. `axes` are (axis, factor, key): the axis cuts the experts of this
@@ -123,7 +132,7 @@ class Rule:
         for axis, factor, key in axes:
             if self.keyed is not None and factor == self.keyed.experts:
                 factor, key = (self.keyed.rows, self.keyed.key) if position in self.keyed.positions else (-1, "")
-            entries += [(axis, d, key) for d, dim in enumerate(dims) if dim == (factor,) and key]
+            entries += [(axis, d, key) for d, dim in enumerate(dims) if self.rows_in(dim) == factor >= 0 and key]
         return tuple(entries)
 
     def is_shardable(self, factor: int) -> bool:

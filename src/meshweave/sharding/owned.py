@@ -39,6 +39,13 @@ def ends_by_key(step: StepGraph) -> dict[str, fx.Node]:
     return {key_of(n): n.args[2] for n in step.graph.nodes if n.target in BY_ROWS}  # type: ignore[misc]
 
 
+def ends_layout(rows: Layout, dim: int, ends: fx.Node) -> Layout:
+    """The layout of the ends of rows that are dim `dim` of a value in layout `rows`: whole, except that those of blocks
+    are cut like the blocks."""
+    blocks = (DimSharding(rows.dims[dim].axes),) * (len(spec_of(ends).shape) - 1)
+    return Layout(rows.mesh, (*blocks, DimSharding())).normalized(spec_of(ends).shape)
+
+
 def by_rows(target: Any, value: fx.Node, ends: fx.Node, layout: Layout, like: fx.Node) -> fx.Node:
     """The node after `value` from which on its rows are owned (`enter_rows`) or not owned (`leave_rows`), in
     `layout`."""
@@ -97,10 +104,10 @@ def _entered_before(graph: fx.Graph, enter: fx.Node) -> list[fx.Node]:
     if "assignment" not in value.meta:  # an element of a tuple
         return []
     rule, assignment = row_for(value).rule(value), value.meta["assignment"]
-    factors = rule.results[0][dim]
-    if len(factors) != 1 or not rule.can_own(factors[0]):
+    rows = rule.rows_in(rule.results[0][dim])
+    if rows < 0 or not rule.can_own(rows):
         return []
-    own = Own(factors[0], layout.owned[0][2])
+    own = Own(rows, layout.owned[0][2])
     option = _owning(value, (*assignment.roles, *((axis, own) for axis in layout.owned_axes)))
     if option.results != (layout,) or not any(wanted.owned for wanted in option.operands):
         return []
@@ -121,12 +128,12 @@ def _summed(graph: fx.Graph, leave: fx.Node) -> None:
         if user.target is move or user.op != "call_function" or assignment is None:
             continue
         rule, at = row_for(user).rule(user), tensor_inputs(user).index(leave)
-        factors = rule.operands[at][dim]
-        if len(factors) != 1 or not rule.can_own(factors[0]):
+        rows = rule.rows_in(rule.operands[at][dim])
+        if rows < 0 or not rule.can_own(rows):
             continue
-        own, axes = Own(factors[0], owned.owned[0][2]), owned.owned_axes
+        own, axes = Own(rows, owned.owned[0][2]), owned.owned_axes
         passed = [isinstance(assignment.role(axis), PassedPartial) for axis in axes]
-        if not all(passed) or any(factors[0] in dim for result in rule.results for dim in result):
+        if not all(passed) or any(rows in dim for result in rule.results for dim in result):
             continue
         option = _owning(user, [(axis, own if axis in axes else role) for axis, role in assignment.roles])
         if option.results == assignment.results:

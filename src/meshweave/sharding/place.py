@@ -32,7 +32,15 @@ from meshweave.sharding.assign import Assignment, Operand, Price, as_asked, chea
 from meshweave.sharding.copies import Copy, is_no_larger, phase_of
 from meshweave.sharding.forms import Forms, due_at_casts
 from meshweave.sharding.operators import Pin, translate
-from meshweave.sharding.owned import by_rows, ends_by_key, expert_axes, lookup_cut, narrow_rows, owned_price
+from meshweave.sharding.owned import (
+    by_rows,
+    ends_by_key,
+    ends_layout,
+    expert_axes,
+    lookup_cut,
+    narrow_rows,
+    owned_price,
+)
 from meshweave.sharding.pinned import PinnedAxes
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.rates import Rates, default_rates
@@ -208,8 +216,8 @@ class _Placer:
         return self._by_rows(ours.enter_rows.default, value, wanted, node, phase).node
 
     def _by_rows(self, target: Any, value: fx.Node, layout: Layout, node: fx.Node, phase: str) -> Copy:
-        key = (*layout.owned, *value.meta["layout"].owned)[0][2]
-        ends = self.fetch(self.ends[key], Layout.replicated(layout.mesh, 1), phase)
+        (_, dim, key), *_ = (*layout.owned, *value.meta["layout"].owned)
+        ends = self.fetch(self.ends[key], ends_layout(layout, dim, self.ends[key]), phase)
         new = by_rows(target, value, ends, layout, node)
         new.meta["origin"] = replace(origin_of(node), phase=phase)
         copy = Copy(new, layout, phase)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from meshweave.errors import PlanError
 from meshweave.ir.mesh import Mesh
@@ -184,6 +185,13 @@ class Resolved:
     homes: dict[str, Mesh] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
+
+    def data_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The outermost axes that cut the batch and, by name, no parameter: each of their devices has a contiguous part
+        of the batch, and all experts between those that share it."""
+        sharding = {axis for dims in self.shards.values() for axis, dim in dims.items() if dim >= 0}
+        in_order = (axis for axis in mesh.axis_names if axis in self.batch_axes)
+        return tuple(takewhile(lambda axis: axis not in sharding, in_order))
 
     def shard(self, param: str, axis: str, dim: int | None, where: str) -> None:
         """Record that `axis` shards `dim` of a parameter (None: leaves it whole). PlanError if another entry says

@@ -12,9 +12,8 @@ from torch import fx
 
 from meshweave.ir import ops  # noqa: F401  (defines meshweave::attention)
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
-from meshweave.ir.grouped import key_of
-from meshweave.sharding import rules_linalg, rules_vision  # noqa: F401  (fill the table)
-from meshweave.sharding.factors import Dim, Keyed, Linear, Rule, RuleBuilder, sums
+from meshweave.sharding import rules_linalg, rules_rows, rules_vision  # noqa: F401  (fill the table)
+from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
 from meshweave.sharding.registry import add, argument, pointwise, result_specs
 
 aten = torch.ops.aten
@@ -137,53 +136,6 @@ def _matmul(node: fx.Node) -> Rule:
 
 
 add(ours.matmul.default, _matmul)
-
-
-def _grouped_mm(node: fx.Node) -> Rule:
-    """x [s, k], weight [e, k, n], ends [e] -> [s, n]. A device with experts has their rows."""
-    x, weight, ends = (spec_of(n).shape for n in tensor_inputs(node))
-    build = RuleBuilder()
-    s, k, e, n = (build.factor(size) for size in (*x, weight[0], weight[2]))
-    whole = build.factor(ends[0], whole=True)
-    rule = build.rule([[(s,), (k,)], [(e,), (k,), (n,)], [(whole,)]], [[(s,), (n,)]], sums({0}, {1}))
-    return replace(rule, keyed=Keyed(e, s, key_of(node), frozenset({0, 3})))
-
-
-def _grouped_outer(node: fx.Node) -> Rule:
-    """x [s, k], grad [s, n], ends [e] -> [e, k, n], a sum over the rows."""
-    x, grad, ends = (spec_of(n).shape for n in tensor_inputs(node))
-    build = RuleBuilder()
-    s, k, n, e = (build.factor(size) for size in (*x, grad[1], ends[0]))
-    whole = build.factor(ends[0], whole=True)
-    rule = build.rule([[(s,), (k,)], [(s,), (n,)], [(whole,)]], [[(e,), (k,), (n,)]], sums({0}, {1}))
-    return replace(rule, keyed=Keyed(e, s, key_of(node), frozenset({0, 1})))
-
-
-def _rows_of_others(node: fx.Node, position: int) -> Rule:
-    """x and ends -> x. Rows are owned in the tensor at `position`; in the other tensor they are whole, or partial
-    sums."""
-    x, ends = (spec_of(n).shape for n in tensor_inputs(node))
-    dim = argument(node, 2)
-    build = RuleBuilder()
-    dims = build.dims(x)
-    e, whole = build.factor(ends[0]), build.factor(ends[0], whole=True)
-    keyed = Keyed(e, dims[dim][0], key_of(node), frozenset({position}))
-    return replace(build.rule([dims, [(whole,)]], [dims], sums({0})), keyed=keyed)
-
-
-def _whole(node: fx.Node) -> Rule:
-    """Every device computes the whole op."""
-    build = RuleBuilder()
-    specs = [*(spec_of(n) for n in tensor_inputs(node)), *result_specs(node)]
-    dims = [build.dims(spec.shape, whole=range(len(spec.shape))) for spec in specs]
-    return build.rule(dims[:-1], dims[-1:])
-
-
-add([ours.row_owners.default, ours.row_readers.default], _whole)
-add(ours.grouped_mm.default, _grouped_mm, localize="grouped_mm")
-add(ours.grouped_outer.default, _grouped_outer, localize="grouped_outer")
-add(ours.leave_rows.default, partial(_rows_of_others, position=0), localize="leave_rows")
-add(ours.enter_rows.default, partial(_rows_of_others, position=2), localize="enter_rows")
 
 
 def _layer_norm(node: fx.Node) -> Rule:

@@ -1,0 +1,145 @@
+"""Sharding rules of rows by expert (`ir.grouped`) and of rows in blocks (`ir.blocks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+import torch
+from torch import fx
+
+from meshweave.ir import blocks, grouped  # noqa: F401  (define the ops)
+from meshweave.ir.graph import spec_of, tensor_inputs
+from meshweave.ir.grouped import key_of
+from meshweave.ir.ops import unmoved
+from meshweave.sharding.factors import Dim, Keyed, Rule, RuleBuilder, sums
+from meshweave.sharding.registry import add, argument
+
+aten = torch.ops.aten
+ours = torch.ops.meshweave
+
+
+def _rows_and_ends(build: RuleBuilder, num_rows: int, ends: Sequence[int]) -> tuple[Dim, list[Dim]]:
+    """The dim of rows by expert, and the dims of their ends [experts], or [blocks, experts] for rows in blocks."""
+    outer = tuple(build.factor(size) for size in ends[:-1])
+    rows = build.factor(num_rows // max(prod(ends[:-1]), 1))
+    return (*outer, rows), [*((block,) for block in outer), (build.factor(ends[-1], whole=True),)]
+
+
+def _by_expert(rule: Rule, node: fx.Node, rows: Dim, experts: int, positions: frozenset[int]) -> Rule:
+    block = rows[0] if len(rows) > 1 else -1
+    return replace(rule, keyed=Keyed(experts, rows[-1], key_of(node), positions), block=block)
+
+
+def _grouped_mm(node: fx.Node) -> Rule:
+    """x [s, k], weight [e, k, n], ends [e] -> [s, n]. A device with experts has their rows."""
+    x, weight, ends = (spec_of(n).shape for n in tensor_inputs(node))
+    build = RuleBuilder()
+    rows, lasts = _rows_and_ends(build, x[0], ends)
+    k, e, n = (build.factor(size) for size in (x[1], weight[0], weight[2]))
+    rule = build.rule([[rows, (k,)], [(e,), (k,), (n,)], lasts], [[rows, (n,)]], sums({0}, {1}))
+    return _by_expert(rule, node, rows, e, frozenset({0, 3}))
+
+
+def _grouped_outer(node: fx.Node) -> Rule:
+    """x [s, k], grad [s, n], ends [e] -> [e, k, n], a sum over the rows."""
+    x, grad, ends = (spec_of(n).shape for n in tensor_inputs(node))
+    build = RuleBuilder()
+    rows, lasts = _rows_and_ends(build, x[0], ends)
+    k, n, e = (build.factor(size) for size in (x[1], grad[1], ends[-1]))
+    rule = build.rule([[rows, (k,)], [rows, (n,)], lasts], [[(e,), (k,), (n,)]], sums({0}, {1}))
+    return _by_expert(rule, node, rows, e, frozenset({0, 1}))
+
+
+def _rows_of_others(node: fx.Node, position: int) -> Rule:
+    """x and ends -> x. Rows are owned in the tensor at `position`; in the other tensor they are whole, or partial
+    sums."""
+    x, ends = (spec_of(n).shape for n in tensor_inputs(node))
+    dim = argument(node, 2)
+    build = RuleBuilder()
+    rows, lasts = _rows_and_ends(build, x[dim], ends)
+    dims = [rows if d == dim else (build.factor(size),) for d, size in enumerate(x)]
+    experts = build.factor(ends[-1])
+    return _by_expert(build.rule([dims, lasts], [dims], sums({0})), node, rows, experts, frozenset({position}))
+
+
+def _row_owners(node: fx.Node) -> Rule:
+    """ends -> [rows, copies]. Every device computes all rows, or those of its blocks."""
+    (ends,), (rows, copies) = (spec_of(n).shape for n in tensor_inputs(node)), spec_of(node).shape
+    build = RuleBuilder()
+    dim, lasts = _rows_and_ends(build, rows, ends)
+    build.fixed.add(dim[-1])
+    return build.rule([lasts], [[dim, (build.factor(copies, whole=True),)]])
+
+
+def _row_readers(node: fx.Node) -> Rule:
+    """Rows [rows, copies], and their places [rows] -> [members, places]."""
+    (rows, copies), *places = (spec_of(n).shape for n in tensor_inputs(node))
+    build, (count, num_places) = RuleBuilder(), spec_of(node).shape
+    dim, at = _row_dims(build, argument(node, 4), rows, num_places)
+    whole = [(build.factor(size, whole=True),) for size in (copies, count)]
+    return build.rule([[dim, whole[0]], *([dim] for _ in places)], [[whole[1], at]])
+
+
+def _row_dims(build: RuleBuilder, num_blocks: int, *sizes: int) -> list[Dim]:
+    """Dims of rows that are all in `num_blocks` blocks; within a block they are whole."""
+    block = build.factor(num_blocks)
+    return [(block, build.factor(size // num_blocks, whole=True)) for size in sizes]
+
+
+def _block_sort(node: fx.Node) -> Rule:
+    build = RuleBuilder()
+    (rows,) = _row_dims(build, argument(node, 1), *spec_of(tensor_inputs(node)[0]).shape)
+    return replace(build.rule([[rows]], [[rows], [rows]]), block=rows[0])
+
+
+def _block_counts(node: fx.Node) -> Rule:
+    """ids [rows] -> [blocks, numbers]."""
+    (ids,) = (spec_of(n).shape for n in tensor_inputs(node))
+    build = RuleBuilder()
+    rows, _ = _rows_and_ends(build, ids[0], spec_of(node).shape)
+    build.fixed.add(rows[-1])
+    rule = build.rule([[rows]], [[rows[:-1], (build.factor(argument(node, 1), whole=True),)]])
+    return replace(rule, block=rows[0])
+
+
+def _block_index(node: fx.Node) -> Rule:
+    """x [places, ...], index [rows] -> [rows, ...]. Devices may look up their own rows of each block."""
+    x, index = (spec_of(n).shape for n in tensor_inputs(node))
+    build = RuleBuilder()
+    places, rows = _row_dims(build, argument(node, 2), x[0], index[0])
+    build.fixed.discard(rows[-1])
+    rest = build.dims(x[1:])
+    rule = build.rule([[places, *rest], [rows]], [[rows, *rest]], sums({0}))
+    return replace(rule, placed=frozenset({places[-1]}), block=places[0])
+
+
+def _block_put(node: fx.Node) -> Rule:
+    """x [places, ...], index [rows], values [rows, ...] -> like x. If values are added to zeros devices may add their
+    own rows of each block: the results are partial sums."""
+    x, index, values = (spec_of(n).shape for n in tensor_inputs(node))
+    build, is_added = RuleBuilder(), bool(argument(node, 3))
+    places, rows = _row_dims(build, argument(node, 4), x[0], index[0])
+    zeros = unmoved(argument(node, 0))
+    if is_added and zeros.target is aten.full.default and bool(zeros.args[1] == 0):
+        build.fixed.discard(rows[-1])
+    rest = build.dims(x[1:])
+    source = [rows, *build.broadcast(values[1:], rest)]
+    rule = build.rule([[places, *rest], [rows], source], [[places, *rest]], sums({0, 2}) if is_added else ())
+    return replace(rule, placed=frozenset({places[-1]}), block=places[0])
+
+
+add(ours.row_owners.default, _row_owners, localize="row_owners")
+add(ours.row_readers.default, _row_readers, localize="row_readers")
+add(ours.grouped_mm.default, _grouped_mm, localize="grouped_mm")
+add(ours.grouped_outer.default, _grouped_outer, localize="grouped_outer")
+add(ours.leave_rows.default, partial(_rows_of_others, position=0), localize="leave_rows")
+add(ours.enter_rows.default, partial(_rows_of_others, position=2), localize="enter_rows")
+
+
+add(ours.block_sort.default, _block_sort, localize="block_sort")
+add(ours.block_counts.default, _block_counts, localize="block_counts")
+add(ours.block_index.default, _block_index, localize="block_index")
+add(ours.block_put.default, _block_put, localize="block_put")
