@@ -110,7 +110,7 @@ def test_tokens_are_gathered_and_the_sum_of_what_experts_give_is_scattered() -> 
 def test_experts_of_data_parallel_devices_work_on_a_part_of_the_rows() -> None:
     program = compiled("qwen3_moe", "dp=2,ep=2", num_hidden_layers=1).program
     layouts = {str(n.meta["layout"]) for n in program.placed.graph.nodes if "silu" in n.name}
-    assert layouts == {"[{dp}, {}] owned(ep: 0 by cumsum_default_1)"}
+    assert layouts == {"[{dp}, {}] owned(ep: 0 by cumsum_default)"}
 
 
 def test_other_ends_under_the_same_name_are_found_out() -> None:

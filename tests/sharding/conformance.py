@@ -219,9 +219,8 @@ def run_sharded(case: Case, option: Assignment, seed: int = 1) -> list[list[Tens
     for slot, value, layout in zip(compiled.inputs, case.operands, option.operands, strict=True):
         pieces = zip(mesh.devices, pieces_of(value, layout, generator), strict=True)
         for env, (device, piece) in zip(envs, pieces, strict=True):
-            env[slot] = (
-                own_rows(piece, case.operands[-1], *owner(case, value, layout, device), 0) if layout.owned else piece
-            )
+            ends = ends_on(case, option, device)
+            env[slot] = own_rows(piece, ends, *owner(case, value, layout, device), 0) if layout.owned else piece
     with torch.no_grad():
         for device, env in zip(mesh.devices, envs, strict=True):
             for task in (t for part in compiled.tasks for t in part):
@@ -229,10 +228,16 @@ def run_sharded(case: Case, option: Assignment, seed: int = 1) -> list[list[Tens
     return [[env[slot] for env in envs] for slot in compiled.outputs]
 
 
+def ends_on(case: Case, option: Assignment, device: int) -> Tensor:
+    """The ends that a device has: of all rows, or of its blocks of them."""
+    ends = case.operands[-1]
+    return ends[option.operands[-1].box_of(ends.shape, device).slices()]
+
+
 def owner(case: Case, value: Tensor, layout: Layout, device: int) -> tuple[int, int, int, int]:
     """(dim, first row of the piece, first expert, number of experts) of the rows that a device owns."""
     cut = Layout(layout.mesh, (DimSharding(layout.owned_axes),))
-    experts, (dim, *_) = cut.box_of(case.operands[-1].shape, device), (dim for _, dim, _ in layout.owned)
+    experts, (dim, *_) = cut.box_of(case.operands[-1].shape[-1:], device), (dim for _, dim, _ in layout.owned)
     return dim, layout.box_of(value.shape, device).offset[dim], experts.offset[0], experts.size[0]
 
 
@@ -298,7 +303,7 @@ def check(case: Case, option: Assignment) -> None:
             for device, piece in zip(placed.mesh.devices, list(pieces), strict=True):
                 dim, *numbers = owner(case, whole, placed, device)
                 size = placed.box_of(whole.shape, device).size[dim]
-                pieces[device] = all_rows(piece, case.operands[-1], dim, *numbers, size)
+                pieces[device] = all_rows(piece, ends_on(case, option, device), dim, *numbers, size)
         seen = torch.zeros(whole.shape, dtype=torch.bool)
         for box, members in _by_piece(layout, whole.shape, pieces):
             own = whole[box.slices()]

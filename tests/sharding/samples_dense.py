@@ -80,6 +80,23 @@ TABLES = [
 
 
 ENDS = torch.tensor([2, 2, 6], dtype=torch.int32)  # an expert without rows, and a row of no expert
+BLOCK_ENDS = torch.tensor([[0, 1, 2], [2, 2, 2], [0, 0, 0], [1, 1, 2], [0, 2, 2], [1, 1, 1]])  # six blocks of two rows
+
+
+def _in_blocks(g: torch.Generator, size: int) -> torch.Tensor:
+    """Positions of two rows of each of six blocks of `size` rows."""
+    return torch.arange(6).repeat_interleave(2) * size + torch.randint(0, size, (12,), generator=g)
+
+
+def _put(is_added: bool) -> Any:
+    """Rows that are added to zeros, or written to distinct places."""
+
+    def build(g: torch.Generator) -> tuple[Any, ...]:
+        x = torch.full((18, 4), 0.0) if is_added else F(18, 4).make(g)
+        at = _in_blocks(g, 3) if is_added else torch.arange(18).view(6, 3)[:, 1:].flip(1).reshape(-1)
+        return x, at, F(12, 4).make(g), is_added, 6
+
+    return build
 
 
 PRODUCTS = [
@@ -96,8 +113,19 @@ PRODUCTS = [
     made(ours.leave_rows.default, lambda g: (F(2, 7).make(g)[:, :6], ENDS[1:], 1), exact=True),
     made(ours.grouped_outer.default, lambda g: (F(7, 4).make(g), F(7, 5).make(g), ENDS), exact=True),
     made(ours.row_owners.default, lambda g: (ENDS, 7, [4, 7], [1, 3], [0, 1, 2, 3]), exact=True),
-    sample(ours.row_readers.default, I(6, 2, high=3), I(6, high=5), 3, 5),
-    sample(ours.row_readers.default, I(6, 1, high=3), None, 3, 6),
+    sample(ours.row_readers.default, I(6, 2, high=3), I(6, high=5), 3, 5, 1),
+    sample(ours.row_readers.default, I(6, 1, high=3), None, 3, 6, 1),
+    made(ours.grouped_mm.default, lambda g: (F(12, 4).make(g), F(3, 4, 5).make(g), BLOCK_ENDS), exact=True),
+    made(ours.leave_rows.default, lambda g: (F(2, 12).make(g), BLOCK_ENDS, 1), exact=True),
+    made(ours.grouped_outer.default, lambda g: (F(12, 4).make(g), F(12, 5).make(g), BLOCK_ENDS), exact=True),
+    made(ours.row_owners.default, lambda g: (BLOCK_ENDS, 12, [12], [1, 3], [0, 1]), exact=True),
+    made(ours.row_readers.default, lambda g: (I(12, 2, high=3).make(g), _in_blocks(g, 3), 3, 18, 6), exact=True),
+    sample(ours.block_sort.default, I(12, high=3), 6, False),
+    sample(ours.block_sort.default, I(12, high=3), 6, True),
+    sample(ours.block_counts.default, I(12, low=-1, high=4), 3, 6),
+    made(ours.block_index.default, lambda g: (F(18, 4).make(g), _in_blocks(g, 3), 6), exact=True),
+    made(ours.block_put.default, _put(True), exact=True),
+    made(ours.block_put.default, _put(False), exact=True),
     sample(ours.matmul.default, F(5, 4, 3), F(5, 3, 2)),
 ]
 

@@ -88,8 +88,7 @@ def test_only_these_ops_are_never_sharded() -> None:
     choices = {i: len(roles_of(_case(i))) - 1 for i in range(len(SAMPLES))}
     never = {op_name(s.target) for s in SAMPLES} - {op_name(s.target) for i, s in enumerate(SAMPLES) if choices[i]}
     whole = ["masked_scatter", "histc", "max", "min", "prod", "any", "all", "median", "nanmedian"]
-    routing = {"meshweave.row_owners", "meshweave.row_readers"}
-    assert never == {f"aten.{name}" for name in whole} | routing | {op_name(s.target) for s in WHOLE}
+    assert never == {f"aten.{name}" for name in whole} | {op_name(s.target) for s in WHOLE}
     assert sum(not n for n in choices.values()) < len(SAMPLES) // 10
 
 

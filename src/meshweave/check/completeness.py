@@ -24,7 +24,6 @@ from meshweave.gathers.carry import uncarried
 from meshweave.ir import ops
 from meshweave.ir.collectives import STARTS, transfer
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
-from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.sparse import sparse_scatter
 
@@ -207,21 +206,21 @@ def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Nod
 
 
 def _readers(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node], count: int, moved: ReplayedValue) -> fx.Node:
-    """The value with the rows that each device reads, or has: a single value, which every device has as a whole."""
+    """The value with the rows that each device reads, or has: a single value, in its layout in the placed graph."""
     values = [role.states.get(node.args[1]) for role, node in zip(roles, nodes, strict=True)]  # type: ignore[arg-type]
     roots = {v.root for v in values if isinstance(v, ReplayedValue)}
     if len(roots) != 1 or not all(isinstance(v, ReplayedValue) and v.layout is not None for v in values):
         raise VerifyError("roles have different readers", got=", ".join(r.name for r in roots) or "none")
     (root,) = roots
     shape, rows = spec_of(root).shape, spec_of(moved.root).shape
-    wholes = [v.layout == Layout.replicated(v.layout.mesh, 2).normalized(shape) for v in values]  # type: ignore[union-attr]
-    extents = moved.holding.rows.extent
+    placed, extents = root.meta["layout"], moved.holding.rows.extent
     factor = 1 if nodes[0].target is sparse_scatter else count
+    num_rows = placed.local_shape(shape)[-1]  # of the blocks that devices have, as `check_dispatch` proves
     fits = any(
-        prod(rows[:d]) == shape[-1] and (extents[:, :d].prod(1) * factor == shape[-1]).all()
+        prod(rows[:d]) == shape[-1] and (extents[:, :d].prod(1) * factor == num_rows).all()
         for d in range(1, len(rows) + 1)
     )
-    if not all(wholes) or len(shape) != 2 or shape[0] != count or not fits:
+    if any(v.layout != placed for v in values) or len(shape) != 2 or shape[0] != count or not fits:  # type: ignore[union-attr]
         raise VerifyError("readers are for other rows than the moved ones", got=f"{shape}", expected=f"rows of {rows}")
     return root
 

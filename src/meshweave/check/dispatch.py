@@ -21,11 +21,14 @@ from meshweave.check.communication import group_ids
 from meshweave.check.holdings import boxes
 from meshweave.errors import VerifyError
 from meshweave.ir import ops
+from meshweave.ir.blocks import num_blocks_of
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
-from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.layout import WHOLE, DimSharding, Layout
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
+_LOOKUPS = (aten.index.Tensor, ours.block_index.default)
+_PUTS = (aten.index_put.default, ours.block_put.default)
 Root = Callable[[Any], fx.Node]  # the value before moves
 
 
@@ -39,6 +42,12 @@ class Owners:
     expert_stops: tuple[int, ...]
     members: tuple[int, ...]
 
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks in which the rows are sorted (`ir.blocks`), 0 for rows that are sorted as a whole."""
+        shape = spec_of(self.ends).shape
+        return shape[0] if len(shape) == 2 else 0
+
     def check(self, ends: fx.Node, layout: Layout, num_rows: int, axes: tuple[str, ...]) -> None:
         """Raise VerifyError unless the result contains, for every device of the groups over `axes`, the sorted rows
         that it owns in `layout` by `ends`, and possibly more."""
@@ -46,9 +55,9 @@ class Owners:
             raise VerifyError("names the owners of other rows", got=f"{self.num_rows} by {self.ends.name}")
         mesh, devices = layout.mesh, layout.mesh.devices
         experts = Layout(mesh, (DimSharding(layout.owned_axes),))
-        rows = Layout(mesh, (layout.dims[0],))
+        rows = Layout(mesh, (WHOLE if self.num_blocks else layout.dims[0],))
         pieces = _place(self.row_stops, *_spans(rows, num_rows, devices))
-        owners = _place(self.expert_stops, *_spans(experts, spec_of(ends).shape[0], devices))
+        owners = _place(self.expert_stops, *_spans(experts, spec_of(ends).shape[-1], devices))
         table = np.array(self.members).reshape(len(self.row_stops), len(self.expert_stops), -1)
         member = {d: i for ids in group_ids(mesh, axes).tolist() for i, d in enumerate(ids)}
         for device, piece, owner in zip(devices, pieces, owners, strict=True):
@@ -133,8 +142,10 @@ class _DispatchProof:
     def __init__(self, node: fx.Node, root: Root, partial: set[fx.Node]) -> None:
         self.node, self.root, self.partial = node, root, partial
         source, layout = _args(node)[0].meta["layout"], node.meta["layout"]
-        cut = layout if source.partial else source
-        self.axes = tuple(sorted(cut.dims[0].axes, key=cut.mesh.axis_index))  # in group order
+        cut, whole = (layout, source) if source.partial else (source, layout)
+        self.outer = whole.dims[0].axes  # that cut the rows before and after: each group moves its blocks of them
+        moved = cut.dims[0].axes[len(self.outer) :]
+        self.axes = tuple(sorted(moved, key=cut.mesh.axis_index))  # in group order
 
     def check(self) -> None:
         source, _, named, *_ = _args(self.node)
@@ -148,6 +159,10 @@ class _DispatchProof:
             raise VerifyError("the sum is computed in other steps", got=str(summed.steps), expected=str(readers.steps))
 
     def covers(self, owners: Owners, ends: fx.Node, layout: Layout, num_rows: int) -> None:
+        if self.outer != (layout.dims[0].axes if owners.num_blocks else ()):
+            raise VerifyError(
+                "each group moves other rows than its own", got=",".join(self.outer), expected=str(layout)
+            )
         owners.check(ends, layout, num_rows, self.axes)
 
     def readers(self, node: fx.Node) -> Readers:
@@ -155,29 +170,34 @@ class _DispatchProof:
         shape, args = spec_of(self.node).shape, _args(node)
         if node.target is not ours.row_readers.default:
             raise VerifyError("its readers are not computed by row_readers", got=op_name(node.target))
-        members, places, count, num_rows = args
+        members, places, count, num_rows, num_blocks = args
         width = prod(shape) // num_rows
         if count != self.node.meta["layout"].mesh.flat_size(self.axes) or prod(shape) != width * num_rows:
             raise VerifyError("its readers have another shape", got=str(node.args[2:]), expected=str(shape))
+        expected = Layout(node.meta["layout"].mesh, (WHOLE, DimSharding(self.outer))).normalized(spec_of(node).shape)
+        if node.meta["layout"] != expected:
+            raise VerifyError("its readers are of other rows", got=str(node.meta["layout"]), expected=str(expected))
         owners, steps = self.steps(self.root(members))
+        if num_blocks != max(owners.num_blocks, 1):
+            raise VerifyError("its readers are in other blocks", got=str(num_blocks), expected=str(owners.num_blocks))
         return Readers(owners, width, steps, None if places is None else self.root(places))
 
     def steps(self, node: fx.Node) -> tuple[Owners, tuple[tuple[str, Any], ...]]:
         if node.target is ours.row_owners.default:
             ends, num_rows, *tables = _args(node)
             return Owners(self.root(ends), num_rows, *map(tuple, tables)), ()
-        if node.target not in (aten.view.default, aten.index.Tensor):
+        if node.target not in (aten.view.default, *_LOOKUPS):
             raise VerifyError("its readers are computed in an unknown way", got=op_name(node.target))
-        operand, *rest = _args(node)
+        operand = _args(node)[0]
         owners, steps = self.steps(self.root(operand))
         if node.target is aten.view.default:
             (before, copies), (after, more) = spec_of(operand).shape, spec_of(node).shape
             if more != copies * (before // after):
                 raise VerifyError("groups rows that do not divide", got=f"{before} as {after}")
             return owners, (*steps, ("group", before // after))
-        if len(rest[0]) != 1:
-            raise VerifyError("its readers are looked up at several indices", got=node.name)
-        return owners, (*steps, ("lookup", self.root(rest[0][0])))
+        if not _looks_up(node) or not _is_in_blocks(node, owners):
+            raise VerifyError("its readers are looked up at several indices, or in other blocks", got=node.name)
+        return owners, (*steps, ("lookup", self.root(_index(node))))
 
     def follow(self, node: fx.Node, readers: Readers) -> None:
         """Check all users of a value of which devices have the rows of `readers`."""
@@ -198,7 +218,7 @@ class _DispatchProof:
     def looked_up(self, lookup: fx.Node, readers: Readers) -> None:
         """A lookup of rows at places that devices own."""
         at = _index(lookup)
-        if readers.steps or at.target is not ours.enter_rows.default:
+        if readers.steps or not _is_in_blocks(lookup, readers.owners) or at.target is not ours.enter_rows.default:
             raise VerifyError("rows are looked up that its readers do not have", got=lookup.name)
         self.covers(readers.owners, self.root(at.args[1]), at.meta["layout"], spec_of(at).shape[0])
 
@@ -212,8 +232,8 @@ class _DispatchProof:
         if user.target is aten.expand.default:
             count = _repeats(spec_of(user).shape, shape, readers.width)
             return readers if count == 1 else readers.undone("group", count)
-        is_of_rows = prod(shape[1:]) == readers.width
-        if user.target is aten.index_put.default and user.args[2] is node and _is_sum(user, self.root) and is_of_rows:
+        is_of_rows = prod(shape[1:]) == readers.width and _is_in_blocks(user, readers.owners)
+        if user.target in _PUTS and user.args[2] is node and _is_sum(user, self.root) and is_of_rows:
             return readers.undone("lookup", self.root(_index(user)))
         if _looks_up(user) and user.args[0] is node and is_of_rows and self.at(user) is readers.places:
             return replace(readers, places=None)
@@ -233,12 +253,15 @@ class _DispatchProof:
             return (readers if count == 1 else self.after(readers, ("group", count))), layout
         if _looks_up(node):
             readers, layout = self.nonzero_rows(operand)
-            if prod(spec_of(operand).shape[1:]) != readers.width or _index(node).meta["layout"].owned:
+            is_of_rows = prod(spec_of(operand).shape[1:]) == readers.width and _is_in_blocks(node, readers.owners)
+            if not is_of_rows or _index(node).meta["layout"].owned:
                 raise VerifyError("looks up other rows", got=node.name)
             return self.after(readers, ("lookup", self.root(_index(node)))), layout
-        if node.target is not aten.index_put.default or not _is_sum(node, self.root):
+        if node.target not in _PUTS or not _is_sum(node, self.root):
             raise VerifyError(f"{node.name} ({op_name(node.target)}) may have rows of other devices", got=node.name)
         readers, layout = self.added(node)
+        if not _is_in_blocks(node, readers.owners):
+            raise VerifyError("adds rows in other blocks", got=node.name)
         return replace(readers, width=prod(spec_of(node).shape[1:]), places=self.at(node)), layout
 
     def added(self, node: fx.Node) -> tuple[Readers, Layout]:
@@ -279,14 +302,16 @@ def _args(node: fx.Node) -> tuple[Any, ...]:
 def _index(node: fx.Node) -> fx.Node:
     """The index along dim 0 of a lookup, or of a sum."""
     args = _args(node)
-    index: fx.Node = args[2] if node.target is aten.index_select.default else args[1][0]
-    return index
+    if node.target is aten.index_select.default:
+        index: fx.Node = args[2]
+        return index
+    return args[1] if isinstance(args[1], fx.Node) else args[1][0]
 
 
 def _looks_up(node: fx.Node) -> bool:
     args = _args(node)
     is_select = node.target is aten.index_select.default and args[1] == 0
-    is_index = node.target is aten.index.Tensor and len(args[1]) == 1
+    is_index = node.target is ours.block_index.default or (node.target is aten.index.Tensor and len(args[1]) == 1)
     return (
         (is_select or is_index) and spec_of(_index(node)).dtype != torch.bool and len(spec_of(_index(node)).shape) == 1
     )
@@ -294,9 +319,14 @@ def _looks_up(node: fx.Node) -> bool:
 
 def _is_sum(node: fx.Node, root: Root) -> bool:
     """Whether values are added at a single index along dim 0 of zeros."""
-    into, indices, _, *is_added = _args(node)
-    zeros = root(into)
-    return len(indices) == 1 and is_added == [True] and zeros.target is aten.full.default and bool(zeros.args[1] == 0)
+    into, indices, _, *rest = _args(node)
+    zeros, is_single = root(into), isinstance(indices, fx.Node) or len(indices) == 1
+    return is_single and rest[:1] == [True] and zeros.target is aten.full.default and bool(zeros.args[1] == 0)
+
+
+def _is_in_blocks(node: fx.Node, owners: Owners) -> bool:
+    """Whether a lookup or a sum is in the same blocks as the sorted rows."""
+    return num_blocks_of(node) == owners.num_blocks
 
 
 def _repeats(many: tuple[int, ...], few: tuple[int, ...], width: int) -> int:

@@ -177,19 +177,22 @@ def _enter_rows(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, 
     return emit.call(grouped.own_rows, (*values, dim, row, *_own_experts(emit, node, layout), parts), {})
 
 
-def _num_blocks(emit: Emitter, num_blocks: int, layout: Layout) -> Any:
-    """The number of blocks that a device has if `num_blocks` of rows are cut as in `layout`."""
-    return emit.extent((num_blocks,), Layout(layout.mesh, (DimSharding(layout.dims[0].axes),)), 0)
+def _num_blocks(emit: Emitter, node: fx.Node, num_blocks: int) -> Any:
+    """The number of blocks that a device has of the `num_blocks` of an op's first operand."""
+    spec, layout = _operand(node, 0)
+    block_rows = spec.shape[0] // num_blocks
+    cut = DimSharding(layout.dims[0].axes, max(layout.dims[0].unit // max(block_rows, 1), 1))
+    return emit.extent((num_blocks,), Layout(layout.mesh, (cut,)), 0)
 
 
 def _block_sort(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
     (spec, layout), (num_blocks, descending) = _operand(node, 0), args[1:]
-    numbers = _num_blocks(emit, num_blocks, layout), descending, emit.offset(spec.shape, layout, 0)
+    numbers = _num_blocks(emit, node, num_blocks), descending, emit.offset(spec.shape, layout, 0)
     return emit.call(blocks.sort_piece, (*values, *numbers), {})
 
 
 def _block_counts(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:
-    return emit.call(node.target, (*args[:2], _num_blocks(emit, args[2], _operand(node, 0)[1])), {})
+    return emit.call(node.target, (*args[:2], _num_blocks(emit, node, args[2])), {})
 
 
 def _block_index(emit: Emitter, node: fx.Node, values: list[fx.Node], args: Any, kwargs: Any) -> fx.Node:

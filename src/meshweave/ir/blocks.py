@@ -65,7 +65,7 @@ def _(x: Tensor, index: Tensor, blocks: int) -> Tensor:
 
 def index_piece(x: Tensor, index: Tensor, first_row: int) -> Tensor:
     """`block_index` of the blocks of x that begin at row `first_row` of the whole value."""
-    return aten.index.Tensor(x, [index - first_row])
+    return x.index_select(0, index - first_row)  # unlike x[...] it refuses negative numbers
 
 
 @define_op("block_put")
@@ -85,7 +85,12 @@ def put_piece(x: Tensor, index: Tensor, values: Tensor, accumulate: bool, first_
     return aten.index_put.default(x, [index - first_row], values, accumulate)
 
 
-_NUM_AT = {block_sort._opoverload: 1, block_counts._opoverload: 2, block_index._opoverload: 2, block_put._opoverload: 4}
+_NUM_AT = {
+    torch.ops.meshweave.block_sort.default: 1,
+    torch.ops.meshweave.block_counts.default: 2,
+    torch.ops.meshweave.block_index.default: 2,
+    torch.ops.meshweave.block_put.default: 4,
+}
 
 
 def num_blocks_of(node: fx.Node) -> int:

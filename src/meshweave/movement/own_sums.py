@@ -131,10 +131,10 @@ def _inverted(index: fx.Node | None) -> fx.Node | None:
         return None
     at, numbers = row_index(root), ops.unmoved(_args(root)[2])
     is_count = numbers.target is aten.arange.start_step and _args(numbers) == (0, *spec_of(root).shape, 1)
-    order = ops.unmoved(at) if at is not None else None
-    if order is None or not is_count or not _is_order(order) or num_blocks_of(order) != num_blocks_of(root):
+    written = ops.unmoved(at) if at is not None else None
+    if written is None or not is_count or not _is_order(written) or num_blocks_of(written) != num_blocks_of(root):
         return None
-    return order if spec_of(order).shape == spec_of(root).shape else None
+    return written if spec_of(written).shape == spec_of(root).shape else None
 
 
 def _is_order(value: fx.Node) -> bool:

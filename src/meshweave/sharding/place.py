@@ -216,7 +216,7 @@ class _Placer:
         return self._by_rows(ours.enter_rows.default, value, wanted, node, phase).node
 
     def _by_rows(self, target: Any, value: fx.Node, layout: Layout, node: fx.Node, phase: str) -> Copy:
-        (_, dim, key), *_ = (*layout.owned, *value.meta["layout"].owned)
+        _, dim, key = (*layout.owned, *value.meta["layout"].owned)[0]
         ends = self.fetch(self.ends[key], ends_layout(layout, dim, self.ends[key]), phase)
         new = by_rows(target, value, ends, layout, node)
         new.meta["origin"] = replace(origin_of(node), phase=phase)
