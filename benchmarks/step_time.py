@@ -65,7 +65,7 @@ QUICK = (
 FULL = (
     *QUICK,
     *(Row(Config(scheme, 1), gbit=10) for scheme in ("fsdp", "ddp", "tp")),
-    *(Row(Config(scheme, 1, "gpt2")) for scheme in ("fsdp", "ddp")),
+    *(Row(Config(scheme, 1, family)) for family in ("gpt2", "mixtral") for scheme in ("fsdp", "ddp")),
     *(Row(Config(scheme, 1), 4) for scheme in ("fsdp", "ddp", "tp", "fsdp+tp")),
 )
 

@@ -57,6 +57,13 @@ def make_model(config: Config) -> nn.Module:
             n_positions=config.sequence, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(gpt2).float()
+    if config.family == "mixtral":
+        mixtral = transformers.MixtralConfig(
+            hidden_size=config.hidden, intermediate_size=config.hidden, num_hidden_layers=config.layers,
+            num_attention_heads=heads, num_key_value_heads=heads, vocab_size=config.vocabulary,
+            num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=config.sequence,
+        )  # fmt: skip
+        return transformers.MixtralForCausalLM(mixtral).float()
     llama = transformers.LlamaConfig(
         hidden_size=config.hidden, intermediate_size=3 * config.hidden, num_hidden_layers=config.layers,
         num_attention_heads=heads, num_key_value_heads=heads, vocab_size=config.vocabulary,

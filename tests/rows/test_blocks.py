@@ -45,7 +45,7 @@ def num_blocks(step: mw.TrainStep) -> set[int]:
 def moves_of_tokens(step: mw.TrainStep) -> list[fx.Node]:
     """The moves of rows of a token's width, of which parameters have fewer."""
     moves = step.program.placed.graph.find_nodes(op="call_function", target=ops.move)
-    return [n for n in moves if spec_of(n).shape[1:] == (WIDTH,) and spec_of(n).shape[0] >= 48]
+    return [n for n in moves if spec_of(n).shape[-1:] == (WIDTH,) and spec_of(n).shape[0] >= 48]
 
 
 @pytest.mark.parametrize(("settings", "mesh"), CASES)
