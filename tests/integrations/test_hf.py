@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install -e '.[integrations]'")
 from accelerate.utils import TorchDynamoPlugin
 from safetensors import safe_open
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import meshweave as mw
 from meshweave.errors import LayoutError
-from meshweave.integrations.hf import MeshweaveTrainer
+from meshweave.integrations.hf import MeshweaveTrainer, cut_rows
 from meshweave.runtime.cluster import shutdown
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -82,15 +83,31 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
 
 
-@pytest.mark.parametrize(("num_rows", "accumulate"), [(15, 2), (23, 4)])
-def test_a_smaller_last_microbatch_counts_as_much_as_the_others(tmp_path: Path, num_rows: int, accumulate: int) -> None:
+class Lenient(Classifier):
+    """As most classifiers of transformers: takes the number of items, and does not divide by it."""
+
+    def forward(self, x: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        return super().forward(x, labels)
+
+
+def points(num: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    data = [{"x": torch.randn(5, generator=generator), "labels": torch.tensor(i % 3)} for i in range(num_rows)]
+    return [{"x": torch.randn(5, generator=generator), "labels": torch.tensor(i % 3)} for i in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_rows", "accumulate"), [(Classifier, 15, 2), (Classifier, 23, 4), (Lenient, 23, 4)]
+)
+def test_a_smaller_last_microbatch_counts_as_much_as_the_others(
+    tmp_path: Path, model: type[Classifier], num_rows: int, accumulate: int
+) -> None:
+    """Trainer averages the losses of microbatches, or adds them up if forward takes the number of items."""
+    data = points(num_rows)
     options = {"gradient_accumulation_steps": accumulate, "num_train_epochs": 2, "save_strategy": "no"}
     trained = []
     for make, more in ((Trainer, {}), (MeshweaveTrainer, {"compile_options": {"mesh": "dp=2"}})):
         torch.manual_seed(0)
-        trainer = make(Classifier(), arguments(tmp_path, **options), train_dataset=data, **more)
+        trainer = make(model(), arguments(tmp_path, **options), train_dataset=data, **more)
         trained.append((history(trainer), trainer.model.state_dict()))
     (plain, expected), (ours, found) = trained
     assert_same(ours, plain)
@@ -98,11 +115,59 @@ def test_a_smaller_last_microbatch_counts_as_much_as_the_others(tmp_path: Path, 
         assert torch.allclose(found[name], value, atol=1e-5), name
 
 
+def test_the_norm_of_gradients_is_logged_without_a_clip(tmp_path: Path) -> None:
+    options = {"max_grad_norm": 0.0, "save_strategy": "no"}
+    trained = []
+    for make, more in ((Trainer, {}), (MeshweaveTrainer, {"compile_options": {"mesh": "dp=2"}})):
+        torch.manual_seed(0)
+        trained.append(history(make(Lenient(), arguments(tmp_path, **options), train_dataset=points(24), **more)))
+    assert_same(*trained)
+
+
+def test_a_call_of_train_begins_without_the_microbatches_of_an_interrupted_call(tmp_path: Path) -> None:
+    class Interrupted(Exception):
+        pass
+
+    class Interrupt(TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise Interrupted
+
+    trained = []
+    for make, more in ((Trainer, {}), (MeshweaveTrainer, {"compile_options": {"mesh": "dp=2"}})):
+        torch.manual_seed(0)
+        trainer = make(Classifier(), arguments(tmp_path, save_strategy="no"), train_dataset=points(24), **more)
+        trainer.add_callback(Interrupt)
+        with pytest.raises(Interrupted):
+            trainer.train()
+        trainer.remove_callback(Interrupt)
+        trained.append(history(trainer))
+    assert_same(*trained)
+
+
+def test_processes_divide_by_the_same_number_of_tokens(tmp_path: Path) -> None:
+    options = arguments(tmp_path, average_tokens_across_devices=False)
+    trainer = MeshweaveTrainer(Lenient(), options, compile_options={"mesh": "dp=2"})
+    counts = torch.tensor([5.0, 5.0])
+    trainer.accelerator = SimpleNamespace(num_processes=2, gather=lambda mine: counts)
+    assert trainer._count(5) == 5
+    counts[1] = 7
+    with pytest.raises(LayoutError, match=r"5 on rank 0, 7 on rank 1(.|\n)*average_tokens_across_devices=True"):
+        trainer._count(5)
+
+
+def test_microbatches_are_cut_from_the_rows_of_each_process() -> None:
+    batch = {"x": torch.tensor([[1], [2], [3], [11], [12], [13]]), "scale": torch.ones(())}
+    first, last = cut_rows(batch, (2, 1), 2)
+    assert first["x"].flatten().tolist() == [1, 2, 11, 12]
+    assert last["x"].flatten().tolist() == [3, 13]
+    assert last["scale"] == 1
+
+
 def test_microbatches_of_other_sizes_in_each_step_are_an_error(tmp_path: Path) -> None:
     trainer = MeshweaveTrainer(model_of(), arguments(tmp_path), compile_options={"mesh": "dp=2"})
-    assert [trainer._accumulate(each, False) for each in ([4, 4], [4, 2], [4], [2])] == [2, 1, 1, 1]
+    assert [trainer._accumulate(each) for each in ([4, 4], [4, 2], [4], [2])] == [2, 1, 1, 1]
     with pytest.raises(LayoutError, match="different numbers of rows"):
-        trainer._accumulate([2, 4], False)
+        trainer._accumulate([2, 4])
 
 
 def test_trains_as_the_plain_trainer(tmp_path: Path) -> None:

@@ -288,3 +288,13 @@ def test_posts_are_compared_where_both_have_them() -> None:
         "call 3 that communicates is rank 0: evaluate; rank 1: past, now in call 30 (save); "
         "rank 2: not begun, after no call; rank 3: not begun, after call 2 (step)"
     )
+
+
+def test_batches_of_different_sizes_are_said_to_be_that() -> None:
+    """The usual cause is padding to the longest row of a rank, not a call that some ranks leave out."""
+    short, long, other = (Posted(1, True, (call,)) for call in ("step (x [4, 6])", "step (x [4, 7])", "save"))
+    error = failure_of(1, {0: short, 1: long})
+    assert "different sizes" in error["what"]
+    assert "padded to the same length" in error["hint"]
+    assert "rank 0: step (x [4, 6]); rank 1: step (x [4, 7])" in error["got"]
+    assert "different things" in failure_of(1, {0: short, 1: other})["what"]

@@ -206,8 +206,10 @@ def check_rows() -> list[str]:
     found.append(raised(lambda: parts.forward(rows_of(range(4 * rank, 4 * rank + 4))), StepError))
     step = compiled(batch="local", example=rows_of(range(4)))
     found.append(raised(lambda: step(rows_of(range(4 + rank, 8))), LayoutError))
-    wide = {key: value.double() for key, value in rows_of(range(4 * rank, 4 * rank + 4)).items()}
+    wide = {key: value.repeat(1, 1 + rank) for key, value in rows_of(range(4)).items()}
     found.append(raised(lambda: step(wide), LayoutError))
+    double = {key: value.double() for key, value in rows_of(range(4 * rank, 4 * rank + 4)).items()}
+    found.append(raised(lambda: step(double), LayoutError))
     assert step.optimizer is not None
     step.optimizer.param_groups[0]["lr"] = 0.01 * (rank + 1)
     found.append(raised(lambda: step(rows_of(range(4 * rank, 4 * rank + 4))), StepError))
@@ -232,12 +234,13 @@ def test_weights_and_rows_agree_or_stop(start: Callable[..., Job]) -> None:
     assert outcomes[0] == outcomes[1]
     first, second = outcomes[0]["weights"]
     assert first == second
-    half, tp, half_of_micro, smaller, neither, settings = outcomes[0]["rows"]
+    half, tp, half_of_micro, smaller, longer, neither, settings = outcomes[0]["rows"]
     assert "of whose 8 rows each would use 4" in half
     assert "batch='local'" in half
     assert "other values" in tp
     assert "batch='local'" not in tp
     assert "3 rows on rank 1, 4 on rank 0" in smaller
+    assert "rows of length 8 on rank 1, of length 4 on rank 0" in longer
     assert "float64[4, 4]" in neither
     assert "(or [4, 4]: this rank's own rows)" in neither
     assert "of whose 4 rows each would use 2" in half_of_micro

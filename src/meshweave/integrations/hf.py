@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from meshweave.integrations.whole import whole
 from meshweave.train_step import TrainStep
 
 _NUM_ITEMS = "num_items_in_batch"
+_NUM_MICROS = "number of microbatches"  # where Trainer adds up their losses
 
 
 class MeshweaveTrainer(Trainer):
@@ -36,38 +38,37 @@ class MeshweaveTrainer(Trainer):
         # Accelerate does not change a model that it has prepared already: no DistributedDataParallel around it.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's own, without microbatches that an interrupted call has left."""
+        self._micros = []
+        return super().train(*args, **kwargs)
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Loss, gradients and update of the microbatches since the last update, if an update is due."""
         model.train()
-        self._micros.append(inputs)
+        self._micros.append(self._prepare_inputs(inputs))
         loss = torch.zeros((), device=self.args.device)
         if not self.accelerator.sync_gradients:
             return loss
         micros, self._micros = self._micros, []
-        accumulate = self._accumulate([rows_of(micro) for micro in micros], num_items_in_batch is not None)
+        accumulate = self._accumulate([rows_of(micro) for micro in micros])
         batch = joined(micros)
         if num_items_in_batch is not None:
-            # The mean over microbatches, and `compute_loss` times the number of processes, yield the sum over all rows.
-            batch[_NUM_ITEMS] = torch.as_tensor(
-                num_items_in_batch * self.accelerator.num_processes / accumulate, dtype=torch.float32
-            )
+            # Trainer averages the losses of processes, each of which divides by this number: all rows do so at once.
+            batch[_NUM_ITEMS] = self._count(num_items_in_batch) * self.accelerator.num_processes
+        if self._adds_up(num_items_in_batch):
+            batch[_NUM_MICROS] = torch.tensor(float(len(micros)))
         return loss + self._step_for(batch, accumulate)(batch, accumulate=accumulate)
 
-    def _accumulate(self, rows: list[int], is_sum: bool) -> int:
+    def _accumulate(self, rows: list[int]) -> int:
         """The number of microbatches that the step cuts a batch into: all if they have the same number of rows. If not
-        (the last of an epoch has fewer), a single process runs each in turn within one forward (`_loss_of`); several
-        processes can only add up losses that are sums over all rows (`is_sum`)."""
-        if self.accelerator.num_processes == 1:
-            parts = len(rows) if len(set(rows)) == 1 else 1
-            cut = tuple(rows) if parts == 1 else (rows[0],)
-            if self._cuts.setdefault(sum(cut), cut) == cut:
-                return parts
-        elif len(set(rows)) == 1:
-            return len(rows)
-        elif is_sum:
-            return 1
+        (the last of an epoch has fewer), the step runs each in turn within one forward (`_loss_of`)."""
+        parts = len(rows) if len(set(rows)) == 1 else 1
+        cut = tuple(rows) if parts == 1 else (rows[0],)
+        if self._cuts.setdefault(sum(cut), cut) == cut:
+            return parts
         raise LayoutError(
             "microbatches of a step have different numbers of rows",
             where="gradient_accumulation_steps",
@@ -76,13 +77,35 @@ class MeshweaveTrainer(Trainer):
             hint="drop the last, smaller batch (dataloader_drop_last=True), or make batches equal",
         )
 
+    def _count(self, num_items: Tensor | int) -> Tensor:
+        """The number that Trainer divides losses by. Raises LayoutError if it differs between processes."""
+        count = torch.as_tensor(num_items, dtype=torch.float32, device=self.args.device)
+        if not self.args.average_tokens_across_devices and self.accelerator.num_processes > 1:
+            counts = self.accelerator.gather(count.reshape(1)).tolist()
+            if len(set(counts)) > 1:
+                raise LayoutError(
+                    "processes divide their losses by different numbers of tokens",
+                    where="average_tokens_across_devices=False",
+                    got=", ".join(f"{each:g} on rank {rank}" for rank, each in enumerate(counts)),
+                    expected="the loss of the global batch, divided by the tokens of all processes",
+                    hint="TrainingArguments(average_tokens_across_devices=True), Trainer's default",
+                )
+        return count
+
+    def _adds_up(self, num_items: Tensor | int | None) -> bool:
+        """Whether Trainer adds up the losses of microbatches, rather than average them (`Trainer.training_step`)."""
+        stated = getattr(self, "loss_is_scaled_for_ga", None)
+        if stated is not None:
+            return bool(stated)
+        return self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and num_items is not None)
+
     def _step_for(self, batch: dict[str, Any], accumulate: int) -> TrainStep:
         """The compiled step of the present optimizer: each call of `train` may have another."""
         optimizer = self.optimizer.optimizer
         if self.step is None or self.step.optimizer is not optimizer:
             options = {
                 "batch": "local",
-                "clip_grad_norm": self.args.max_grad_norm or None,
+                "clip_grad_norm": self.args.max_grad_norm or math.inf,  # Trainer logs the norm without a clip, too
                 "accumulate": accumulate,
                 "forward": self._loss_of,
                 **self.compile_options,
@@ -91,20 +114,21 @@ class MeshweaveTrainer(Trainer):
         return self.step
 
     def _loss_of(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        inputs = {key: value for key, value in batch.items() if key != _NUM_ITEMS}
-        count = batch.get(_NUM_ITEMS)
-        rows = rows_of(inputs)
-        cut = self._cuts.get(rows, (rows,))
-        if len(cut) == 1:
-            return self.compute_loss(model, inputs, num_items_in_batch=count)
-        losses = [self.compute_loss(model, micro, num_items_in_batch=count) for micro in cut_rows(inputs, cut)]
-        return torch.stack(losses).sum() / (len(cut) if count is None else 1)
+        """The loss of a step's part: the mean over its microbatches of their losses (of each times the number of all,
+        where Trainer adds them up)."""
+        inputs = {key: value for key, value in batch.items() if key not in (_NUM_ITEMS, _NUM_MICROS)}
+        count, processes = batch.get(_NUM_ITEMS), self.accelerator.num_processes
+        rows = rows_of(inputs) // processes
+        micros = cut_rows(inputs, self._cuts.get(rows, (rows,)), processes)
+        losses = [self.compute_loss(model, micro, num_items_in_batch=count) for micro in micros]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        return loss * batch[_NUM_MICROS] if _NUM_MICROS in batch else loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self.step.metrics.get("grad_norm") if self.step is not None else None
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return grad_norm
+        return self._clip_grad_norm(model) if grad_norm is None else grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None:
@@ -129,13 +153,17 @@ def rows_of(batch: Mapping[str, Any]) -> int:
     return next(int(value.shape[0]) for value in batch.values() if isinstance(value, Tensor) and value.dim())
 
 
-def cut_rows(batch: Mapping[str, Any], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """The rows of a batch in consecutive parts; entries without rows are in each."""
+def cut_rows(batch: Mapping[str, Any], sizes: tuple[int, ...], processes: int = 1) -> list[dict[str, Any]]:
+    """The microbatches of a batch in which each process has `sizes` rows, the first process first; entries without
+    rows are in each."""
+    if len(sizes) == 1:
+        return [dict(batch)]
     parts: list[dict[str, Any]] = [dict(batch) for _ in sizes]
     for key, value in batch.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape[0] == sum(sizes):
-            for part, piece in zip(parts, value.split(sizes), strict=True):
-                part[key] = piece
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] == sum(sizes) * processes:
+            own = value.unflatten(0, (processes, sum(sizes)))
+            for part, piece in zip(parts, own.split(sizes, 1), strict=True):
+                part[key] = piece.flatten(0, 1)
     return parts
 
 

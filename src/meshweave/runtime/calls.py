@@ -32,6 +32,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 0.02  # seconds between two polls of the
 _WHAT = {
     "ended": "a rank has ended its script while others go on",
     "calls": "ranks call different things",
+    "sizes": "ranks pass batches of different sizes",
     "choices": "ranks choose differently within a call: model, optimizer or batch have changed on some ranks only",
 }
 _HINTS = {
@@ -40,6 +41,8 @@ _HINTS = {
     "calls": "mw.compile, step, evaluate, forward_only, save, async_save, load, parameters and, with sharded "
     "parameters, model(x) communicate: call them on every rank, in the same order, not under `if rank == 0`; print and "
     "write files there",
+    "sizes": "give every rank as many rows (drop_last=True), padded to the same length on all ranks: to a fixed "
+    "length, or to that of the longest on any rank",
     "choices": "train(), eval(), requires_grad_(), options of the optimizer, shapes of batches, and writes to "
     "parameters, buffers and optimizer state (also swaps with their average) must be the same on every "
     "rank: not under `if rank == 0`, and decided by values that all ranks have (broadcast them)",
@@ -191,7 +194,7 @@ def failure_of(num: int, posted: Mapping[int, Posted]) -> dict[str, Any]:
     call that differs."""
     ended = {rank: its for rank, its in posted.items() if its.has_ended and its.num < num}
     states = {rank: _state_at(num, its) for rank, its in posted.items()}
-    kind = "ended" if ended else "calls"
+    kind = "ended" if ended else "sizes" if _differ_in_sizes(num, posted) else "calls"
     if len(set(states.values())) == 1:
         kind = "choices"
         states = {rank: f"{text}, which {_choice_at(num, rank, posted)}" for rank, text in states.items()}
@@ -203,6 +206,12 @@ def failure_of(num: int, posted: Mapping[int, Posted]) -> dict[str, Any]:
     got = f"call {num} that communicates is {shown}" + (f"; ended {', '.join(raised)}" if raised else "")
     hint = f"fix what {raised[0].partition(' by ')[0]} raises" if raised else _HINTS[kind]
     return {"what": _WHAT[kind], "got": got, "hint": hint, "rank": -1}
+
+
+def _differ_in_sizes(num: int, posted: Mapping[int, Posted]) -> bool:
+    """Whether all ranks make the same call, with batches of different sizes."""
+    calls = [(its.at(num) or "").partition(" (") for its in posted.values()]
+    return len({name for name, _, _ in calls}) == 1 and all(sizes for _, _, sizes in calls)
 
 
 def uncaught_exception() -> str:

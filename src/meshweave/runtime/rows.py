@@ -70,7 +70,7 @@ class RowsCheck:
     """Compares over all ranks the batches that they pass: whole batches must be the same everywhere, own rows on ranks
     at the same place of the batch axes; and numbers of the optimizer's groups everywhere.
 
-    It compares fingerprints, in the first ALWAYS_FIRST calls and then in each THEN_EVERY-th: an all-gather of 24 bytes
+    It compares fingerprints, in the first ALWAYS_FIRST calls and then in each THEN_EVERY-th: an all-gather of 32 bytes
     per entry and a wait for it. All ranks raise the same error, so that the job can continue.
     """
 
@@ -114,8 +114,8 @@ class RowsCheck:
         numbers = [torch.tensor([text_number(_settings_text(groups))])]
         for name in self.names:
             value = tensors[name]
-            rows = value.shape[0] if value.dim() else -1
-            numbers += [torch.tensor([rows, text_number(f"{value.dtype}{list(value.shape)}")])]
+            sizes = (*value.shape, -1, -1)[:2]
+            numbers += [torch.tensor([*sizes, text_number(f"{value.dtype}{list(value.shape)}")])]
             numbers += [fingerprint(value, MOST_WORDS).reshape(1).cpu()]
         answers = self.world.gather(torch.cat(numbers))
         self._judge({rank: numbers.tolist() for rank, numbers in answers.items()}, parts, is_own)
@@ -131,11 +131,11 @@ class RowsCheck:
             )
         alike = []
         for i, name in enumerate(self.names):
-            rows, shapes, contents = (
-                {rank: numbers[1 + 3 * i + column] for rank, numbers in answers.items()} for column in range(3)
+            rows, lengths, shapes, contents = (
+                {rank: numbers[1 + 4 * i + column] for rank, numbers in answers.items()} for column in range(4)
             )
             if others := _others(shapes):
-                raise self._other_size(name, others, rows)
+                raise self._other_size(name, others, rows, lengths)
             num_whole = self.num_rows[name] * (parts if self.has_rows[name] else 1)
             alike.append(self._judge_entry(name, num_whole, contents, is_own and self.has_rows[name]))
         if alike.count(True) and not alike.count(False) and not self.warned and self.world.rank == self.ranks[0]:
@@ -157,14 +157,27 @@ class RowsCheck:
                 raise self._other_rows(name, min(mine), others)
         return not _others(contents)
 
-    def _other_size(self, name: str, others: Sequence[int], rows: Mapping[int, int]) -> LayoutError:
-        first = self.ranks[0]
+    def _other_size(
+        self, name: str, others: Sequence[int], rows: Mapping[int, int], lengths: Mapping[int, int]
+    ) -> LayoutError:
+        first, other = self.ranks[0], others[0]
+        if rows[first] != rows[other]:
+            got = f"{rows[other]} rows on rank {other}, {rows[first]} on rank {first}"
+            hint = (
+                "drop_last=True in the loader (DistributedSampler has it too) drops the short last batch on all ranks"
+            )
+        elif lengths[first] != lengths[other]:
+            got = f"rows of length {lengths[other]} on rank {other}, of length {lengths[first]} on rank {first}"
+            hint = "pad rows to the same length on all ranks: to a fixed length, or to that of the longest on any rank"
+        else:
+            got = f"other dims or another dtype on rank {other} than on rank {first}"
+            hint = "let the loaders of all ranks return tensors of the same shape and dtype"
         return LayoutError(
             "ranks pass batches of different sizes",
             where=f"entry '{name}', {named(others)}",
-            got=f"{rows[others[0]]} rows on rank {others[0]}, {rows[first]} on rank {first}",
+            got=got,
             expected="one shape and dtype on every rank",
-            hint="drop_last=True in the loader (DistributedSampler has it too) drops the short last batch on all ranks",
+            hint=hint,
         )
 
     def _other_whole(self, name: str, others: Sequence[int], num_whole: int, num_places: int) -> StepError:
