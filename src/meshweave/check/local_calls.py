@@ -7,67 +7,20 @@ must pass, as they follow from the actual layouts of the operands.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
-from meshweave.check.holdings import Ints, boxes
+from meshweave.check.calls import OPERAND, Context, LocalCall, Number
 from meshweave.check.infer import Placed
+from meshweave.check.row_calls import ROW_CALLS
 from meshweave.errors import VerifyError
-from meshweave.ir import blocks, grouped, local_ops
-from meshweave.ir.graph import Spec, map_nodes, op_name
-from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir import local_ops
+from meshweave.ir.graph import Spec, op_name
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
-
-Number = Any  # an int, or one per device
-
-
-class _OperandMark:
-    def __repr__(self) -> str:
-        return "operand"
-
-
-OPERAND = _OperandMark()  # represents a tensor in the arguments of a call
-
-
-@dataclass(frozen=True, slots=True)
-class LocalCall:
-    """A function and its arguments, with OPERAND for tensors and arrays for numbers that differ between devices."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """An op of the placed graph with the layouts of its operands and results on some devices."""
-
-    node: fx.Node
-    operands: tuple[Placed, ...]
-    results: tuple[Placed, ...]
-    devices: tuple[int, ...]
-
-    def plain(self) -> LocalCall:
-        """The op as in the placed graph."""
-        args, kwargs = map_nodes(self.node, lambda n: OPERAND)
-        return LocalCall(self.node.target, args, kwargs)
-
-    def offsets(self, placed: Placed) -> list[Number]:
-        return _numbers(boxes(placed[1], placed[0].shape, self.devices)[0])
-
-    def sizes(self, placed: Placed) -> list[Number]:
-        return _numbers(boxes(placed[1], placed[0].shape, self.devices)[1])
-
-
-def _numbers(table: Ints) -> list[Number]:
-    return [table[:, d] for d in range(table.shape[1])]
 
 
 def _view(c: Context) -> LocalCall:
@@ -169,91 +122,6 @@ def _index_put(c: Context) -> LocalCall:
     return LocalCall(local_ops.add_rows, (OPERAND, dim, OPERAND, OPERAND, c.operands[0][0].shape[dim], offset), {})
 
 
-def _grouped_mm(c: Context) -> LocalCall:
-    rows, experts = (placed[1].dims[0].axes for placed in c.operands[:2])
-    if not rows and not experts:
-        return c.plain()
-    first = [c.offsets(placed)[0] for placed in c.operands[:2]]
-    numbers = (first[0] if rows else 0, first[1] if experts else 0, *_block_rows(c))
-    return LocalCall(grouped.mm_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
-
-
-def _block_rows(c: Context) -> tuple[int, ...]:
-    """The number of rows of a block of rows in blocks, whose ends have two dims."""
-    rows, ends = c.operands[0][0].shape, c.operands[2][0].shape
-    return () if len(ends) == 1 else (rows[0] // ends[0],)
-
-
-def _grouped_outer(c: Context) -> LocalCall:
-    rows, experts = c.operands[0][1].dims[0].axes, c.results[0][1].dims[0].axes
-    if not rows and not experts:
-        return c.plain()
-    row = c.offsets(c.operands[0])[0] if rows else 0
-    numbers = (c.sizes(c.results[0])[0], row, c.offsets(c.results[0])[0], *_block_rows(c))
-    return LocalCall(grouped.outer_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
-
-
-def _own_experts(c: Context, layout: Layout) -> tuple[Number, Number]:
-    """First index and number of each device's experts, from the layout of its owned rows."""
-    ends = c.operands[1][0]
-    placed = (replace(ends, shape=ends.shape[-1:]), Layout(layout.mesh, (DimSharding(layout.owned_axes),)))
-    return c.offsets(placed)[0], c.sizes(placed)[0]
-
-
-def _leave_rows(c: Context) -> LocalCall:
-    (spec, layout), dim = c.operands[0], int(c.plain().args[2])  # type: ignore[call-overload]
-    pieces = (spec, layout.without_owned())
-    numbers = (c.offsets(pieces)[dim], *_own_experts(c, layout), c.sizes(pieces)[dim])
-    return LocalCall(grouped.all_rows, (OPERAND, OPERAND, dim, *numbers), {})
-
-
-def _enter_rows(c: Context) -> LocalCall:
-    layout, dim = c.results[0][1], int(c.plain().args[2])  # type: ignore[call-overload]
-    parts = prod(layout.mesh.size(axis) for axis in layout.owned_axes)
-    numbers = (c.offsets(c.operands[0])[dim], *_own_experts(c, layout), parts)
-    return LocalCall(grouped.own_rows, (OPERAND, OPERAND, dim, *numbers), {})
-
-
-def _num_blocks(c: Context, num_blocks: int) -> Number:
-    """The number of blocks of rows that each device has of the first operand."""
-    spec = c.operands[0][0]
-    return c.sizes(c.operands[0])[0] // max(spec.shape[0] // num_blocks, 1)
-
-
-def _block_sort(c: Context) -> LocalCall:
-    _, num_blocks, descending = c.plain().args
-    numbers = (_num_blocks(c, num_blocks), descending, c.offsets(c.operands[0])[0])  # type: ignore[arg-type]
-    return LocalCall(blocks.sort_piece, (OPERAND, *numbers), {})
-
-
-def _block_counts(c: Context) -> LocalCall:
-    plain = c.plain()
-    _, num_ids, num_blocks = plain.args
-    return LocalCall(plain.target, (OPERAND, num_ids, _num_blocks(c, num_blocks)), {})  # type: ignore[arg-type]
-
-
-def _block_index(c: Context) -> LocalCall:
-    return LocalCall(blocks.index_piece, (OPERAND, OPERAND, c.offsets(c.operands[0])[0]), {})
-
-
-def _block_put(c: Context) -> LocalCall:
-    numbers = (c.plain().args[3], c.offsets(c.operands[0])[0])
-    return LocalCall(blocks.put_piece, (OPERAND, OPERAND, OPERAND, *numbers), {})
-
-
-def _row_owners(c: Context) -> LocalCall:
-    plain, (_, layout) = c.plain(), c.results[0]
-    if not layout.dims[0].axes:
-        return plain
-    num_rows = c.sizes(c.results[0])[0]
-    return LocalCall(plain.target, (OPERAND, num_rows, [num_rows], *plain.args[3:]), {})
-
-
-def _row_readers(c: Context) -> LocalCall:
-    numbers = (c.sizes(c.results[0])[1], c.offsets(c.results[0])[1])
-    return LocalCall(grouped.readers_piece, (*c.plain().args[:3], *numbers), {})
-
-
 def _extreme(c: Context) -> LocalCall:
     plain, (spec, layout) = c.plain(), c.operands[0]
     dims: Any = plain.args[1] if len(plain.args) > 1 and plain.args[1] else range(len(spec.shape))
@@ -331,16 +199,7 @@ CALLS: dict[Any, Callable[[Context], LocalCall]] = {
     aten._unsafe_index.Tensor: _index,
     aten.index_put.default: _index_put,
     aten._unsafe_index_put.default: _index_put,
-    ours.grouped_mm.default: _grouped_mm,
-    ours.grouped_outer.default: _grouped_outer,
-    ours.enter_rows.default: _enter_rows,
-    ours.leave_rows.default: _leave_rows,
-    ours.row_owners.default: _row_owners,
-    ours.row_readers.default: _row_readers,
-    ours.block_sort.default: _block_sort,
-    ours.block_counts.default: _block_counts,
-    ours.block_index.default: _block_index,
-    ours.block_put.default: _block_put,
+    **ROW_CALLS,
     aten.amax.default: _extreme,
     aten.amin.default: _extreme,
     ours.attention.default: _attention(0, 4),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.check.calls import OPERAND, Context, LocalCall
 from meshweave.check.dispatch import check_dispatch, is_sparse, sparse_source
 from meshweave.check.holdings import (
     Holding,
@@ -24,7 +25,7 @@ from meshweave.check.holdings import (
     scaled,
 )
 from meshweave.check.infer import Placed, infer
-from meshweave.check.local_calls import MAKERS, OPERAND, Context, LocalCall, check_call
+from meshweave.check.local_calls import MAKERS, check_call
 from meshweave.check.numbers import Numbers
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops, ops

@@ -39,7 +39,7 @@ def ends_by_key(step: StepGraph) -> dict[str, fx.Node]:
     return {key_of(n): n.args[2] for n in step.graph.nodes if n.target in BY_ROWS}  # type: ignore[misc]
 
 
-def ends_layout(rows: Layout, dim: int, ends: fx.Node) -> Layout:
+def ends_cut(rows: Layout, dim: int, ends: fx.Node) -> Layout:
     """The layout of the ends of rows that are dim `dim` of a value in layout `rows`: whole, except that those of blocks
     are cut like the blocks."""
     blocks = (DimSharding(rows.dims[dim].axes),) * (len(spec_of(ends).shape) - 1)

@@ -32,15 +32,7 @@ from meshweave.sharding.assign import Assignment, Operand, Price, as_asked, chea
 from meshweave.sharding.copies import Copy, is_no_larger, phase_of
 from meshweave.sharding.forms import Forms, due_at_casts
 from meshweave.sharding.operators import Pin, translate
-from meshweave.sharding.owned import (
-    by_rows,
-    ends_by_key,
-    ends_layout,
-    expert_axes,
-    lookup_cut,
-    narrow_rows,
-    owned_price,
-)
+from meshweave.sharding.owned import by_rows, ends_by_key, ends_cut, expert_axes, lookup_cut, narrow_rows, owned_price
 from meshweave.sharding.pinned import PinnedAxes
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.rates import Rates, default_rates
@@ -217,7 +209,7 @@ class _Placer:
 
     def _by_rows(self, target: Any, value: fx.Node, layout: Layout, node: fx.Node, phase: str) -> Copy:
         _, dim, key = (*layout.owned, *value.meta["layout"].owned)[0]
-        ends = self.fetch(self.ends[key], ends_layout(layout, dim, self.ends[key]), phase)
+        ends = self.fetch(self.ends[key], ends_cut(layout, dim, self.ends[key]), phase)
         new = by_rows(target, value, ends, layout, node)
         new.meta["origin"] = replace(origin_of(node), phase=phase)
         copy = Copy(new, layout, phase)
