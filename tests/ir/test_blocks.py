@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshweave.ir.blocks import block_counts, block_index, block_put, block_sort, index_piece, sort_piece
+from meshweave.ir.blocks import block_counts, block_index, block_put, block_sort, index_piece, put_piece, sort_piece
 from meshweave.ir.grouped import all_rows, grouped_mm, grouped_outer, mm_piece, outer_piece, own_rows
 
 BLOCKS, ROWS, EXPERTS = 3, 5, 4
@@ -62,3 +62,5 @@ def test_lookups_and_sums_are_those_of_torch_and_refuse_rows_of_other_blocks() -
     for wrong in (at[:5], at[10:]):
         with pytest.raises((IndexError, RuntimeError), match=r"out of range|index"):
             index_piece(X[5:10], wrong, 5)
+        with pytest.raises((IndexError, RuntimeError), match=r"out of range|index"):
+            put_piece(torch.zeros(5, 3), wrong, G[:5], True, 5)

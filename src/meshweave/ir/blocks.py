@@ -82,7 +82,9 @@ def _(x: Tensor, index: Tensor, values: Tensor, accumulate: bool, blocks: int) -
 
 def put_piece(x: Tensor, index: Tensor, values: Tensor, accumulate: bool, first_row: int) -> Tensor:
     """`block_put` for the blocks of x that begin at row `first_row` of the whole value."""
-    return aten.index_put.default(x, [index - first_row], values, accumulate)
+    at = index - first_row
+    at = torch.where(at < 0, x.shape[0], at)  # a row of an earlier block is refused, and not counted from the end
+    return aten.index_put.default(x, [at], values, accumulate)
 
 
 _NUM_AT = {

@@ -39,23 +39,23 @@ def in_blocks(step: StepGraph, num_blocks: int) -> StepGraph:
     cut, graph = Cut(0, 1, num_blocks), described(step)
     inputs = zip(step.inputs, graph.find_nodes(op="placeholder"), strict=True)
     rows = [node for item, node in inputs if item.kind == "batch" and item.spec.shape and fits(cut, item.spec.shape)]
-    found = _in_contiguous_blocks(graph, dict.fromkeys(rows, cut)) if rows else None
-    if found is None or not any(node.target in BY_ROWS for node in found.rules):
+    chunked = _in_contiguous_blocks(graph, dict.fromkeys(rows, cut)) if rows else None
+    if chunked is None or not any(node.target in BY_ROWS for node in chunked.rules):
         return step
-    return replace(step, graph=_Writer(graph, found, num_blocks).run())
+    return replace(step, graph=_Writer(graph, chunked, num_blocks).run())
 
 
 def _in_contiguous_blocks(graph: fx.Graph, seeds: Mapping[fx.Node, Cut]) -> Regions:
     """The ops that may run block by block, without sorts and counts of rows whose blocks are not contiguous."""
     while True:
-        found = regions(graph, seeds)
+        chunked = regions(graph, seeds)
         scattered = [
             node
-            for node, cut in found.cuts.items()
+            for node, cut in chunked.cuts.items()
             if isinstance(cut, (Sorted, Counted)) and cut.outer > 1 and FIXED not in node.meta
         ]
         if not scattered:
-            return found
+            return chunked
         for node in scattered:
             for op in (node, *node.all_input_nodes):
                 op.meta.setdefault(FIXED, "the rows of a block do not follow each other")
@@ -66,7 +66,7 @@ class _Writer:
     """Writes the graph with rows in blocks. Only ops that use positions of rows, or their number, are replaced."""
 
     old: fx.Graph
-    found: Regions
+    chunked: Regions
     num_blocks: int
     new: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -74,11 +74,11 @@ class _Writer:
 
     def run(self) -> fx.Graph:
         for node in self.old.nodes:
-            write = _WRITERS.get(node.target) if node in self.found.rules else None
+            write = _WRITERS.get(node.target) if node in self.chunked.rules else None
             new = write(self, node) if write is not None else None
             if new is None:
                 new = self.new.node_copy(node, self.value)
-            is_count = isinstance(self.found.cuts.get(node), Counted)
+            is_count = isinstance(self.chunked.cuts.get(node), Counted)
             (self.counts if is_count else self.values)[node] = new
             new.meta.pop("val", None)
             new.meta.pop(FIXED, None)
@@ -99,7 +99,7 @@ class _Writer:
         return copy_meta(like, new, spec=like.meta["spec"] if spec is None else spec)
 
     def cut(self, node: fx.Node) -> Cut | None:
-        return self.found.cuts.get(node)
+        return self.chunked.cuts.get(node)
 
 
 def _sort(writer: _Writer, node: fx.Node) -> fx.Node:
