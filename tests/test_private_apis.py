@@ -19,6 +19,7 @@ NOT_TORCHS = {
     "_bit_generator": "of numpy.random.RandomState before numpy 1.24: the same",
     "_init_weights": "of a Hugging Face model: the initialiser that its authors define",
     "_tp_plan": "of a Hugging Face model of versions without tp_plan",
+    "_prepare_inputs": "of transformers' Trainer: brings a batch to the device, which subclasses override",
 }
 _IN_TEXT = re.compile(r"\btorch(?:\.\w+)+")
 # Methods that torch's modules define without promising them, read where a model's own class is asked for them.

@@ -98,11 +98,10 @@ def build_program(
     resolved = resolve(target.plan, source.model, mesh)
     micro = Batch.of(example).micros(options.accumulate)[0]
     captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options)
-    verify_step(captured)
     planner = _planner(costs, pipeline.room(costs))
     price, rates = move_price(planner), rates_of(costs)
     placing = partial(place, price=price, rates=rates, decided={})  # equal ops are decided once, in all placements
-    captured, sequence = _with_sequence(captured, resolved, mesh, placing)
+    captured, sequence = _with_sequence(verify_step(captured), resolved, mesh, placing)
     resolved = _with_choices(resolved, source, captured, mesh, price, placing, progress, like)
     cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
     pipeline = _with_ring(pipeline, resolved)
