@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.experts import mixture, own_loss, tokens
 from tests.movement.test_dispatch import MODELS, SLOW_LINKS, WIDTH, Model, batches, sparse_moves
-from tests.rows.test_captured import REFUSED, Coupled, Rows, by_score, shared
+from tests.rows.test_captured import COUNT, REFUSED, TOP, Coupled, Rows, back, by_score, ends_of, shared
 from tests.training import assert_equals_eager, assert_tensors, train
-from torch import fx
+from torch import Tensor, fx
 
 import meshweave as mw
 from meshweave.check.completeness import check_complete
@@ -130,3 +130,44 @@ def test_microbatches_and_clipping(mesh: str) -> None:
     plan = {**PLANS, "dp=2,tp=2": "dp:dp+hf_tp:tp"}[mesh]
     data = [tokens(batch=8), tokens(batch=8, seed=2)]
     assert_equals_eager(mixture("qwen3_moe"), data, mesh, loss=own_loss, plan=plan)
+
+
+def statistics(model: Coupled, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    """Values that are no integers are counted beside the experts."""
+    bins = torch.histc(scores.detach().reshape(-1).abs() * 3, bins=4, min=0, max=3)
+    equal = (scores.detach()[:, 0:1] == torch.arange(2)).sum(0)
+    return _with_experts(model, x, chosen) * (1 + bins.mean() * bins[0] + equal[0])
+
+
+def sorts_of_rows(model: Coupled, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    """Each row is sorted by itself."""
+    return _with_experts(model, x.sort(1).values, chosen) * scores.sort(-1, descending=True).values[:, :1]
+
+
+def rounded(model: Coupled, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    """Ends are counted in bfloat16, which rounds those of all rows but not those of a block."""
+    experts, order = chosen.reshape(-1).sort(stable=True)
+    counts = (experts.unsqueeze(1) == torch.arange(COUNT)).sum(0)
+    ends = counts.cumsum(0, dtype=torch.bfloat16).to(torch.int32)
+    return back(model.experts(x[order // TOP], ends), order, x)
+
+
+def small_integers(model: Coupled, x: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+    load = torch.histc(chosen.reshape(-1).to(torch.int8).double(), bins=300, min=0, max=299)
+    few = (chosen.reshape(-1).to(torch.uint8).unsqueeze(1) == torch.arange(300)).sum(0)
+    return _with_experts(model, x, chosen) * (load[0] + few[1])
+
+
+def _with_experts(model: Coupled, x: Tensor, chosen: Tensor) -> Tensor:
+    experts, order = chosen.reshape(-1).sort(stable=True)
+    return back(model.experts(x[order // TOP], ends_of(experts)), order, x)
+
+
+@pytest.mark.parametrize("how", [statistics, sorts_of_rows, rounded, small_integers], ids=lambda how: how.__name__)
+def test_counts_and_sorts_of_other_values(how: Rows) -> None:
+    data = batches(2, 256 if how is rounded else 16)
+    alone, expected = train(Coupled(how).double(), data)
+    step, losses = train(Coupled(how).double(), data, "dp=2", plan="dp:dp")
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+    assert_tensors(step.parameters(), alone.parameters(), 1e-10)
+    assert num_blocks(step) == (set() if how is rounded else {2})

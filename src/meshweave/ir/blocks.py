@@ -39,9 +39,10 @@ def sort_piece(x: Tensor, blocks: int, descending: bool, first_row: int) -> tupl
 
 @define_op("block_counts")
 def block_counts(ids: Tensor, num_ids: int, blocks: int) -> Tensor:
-    """How often each of the numbers 0 .. `num_ids` - 1 occurs in each block of ids [blocks * n]: [blocks, num_ids]
-    int64. Other numbers are not counted."""
-    at = torch.where((ids >= 0) & (ids < num_ids), ids, num_ids).long().reshape(blocks, ids.shape[0] // max(blocks, 1))
+    """How often each of the numbers 0 .. `num_ids` - 1 occurs in each block of ids [blocks * n], integers of any dtype:
+    [blocks, num_ids] int64. Other integers are not counted."""
+    ids = ids.long()
+    at = torch.where((ids >= 0) & (ids < num_ids), ids, num_ids).reshape(blocks, ids.shape[0] // max(blocks, 1))
     counts = at.new_zeros((blocks, num_ids + 1))
     return counts.scatter_add_(1, at, torch.ones_like(at))[:, :num_ids].contiguous()
 

@@ -46,19 +46,23 @@ def in_blocks(step: StepGraph, num_blocks: int) -> StepGraph:
 
 
 def _in_contiguous_blocks(graph: fx.Graph, seeds: Mapping[fx.Node, Cut]) -> Regions:
-    """The ops that may run block by block, without sorts and counts of rows whose blocks are not contiguous."""
+    """The ops that may run block by block, without sorts and counts of rows whose blocks are not contiguous, and
+    without counts of anything but integers."""
     while True:
         chunked = regions(graph, seeds)
-        scattered = [
-            node
-            for node, cut in chunked.cuts.items()
-            if isinstance(cut, (Sorted, Counted)) and cut.outer > 1 and FIXED not in node.meta
-        ]
-        if not scattered:
+        whole = {node: why for node, cut in chunked.cuts.items() if (why := _why_whole(cut)) and FIXED not in node.meta}
+        if not whole:
             return chunked
-        for node in scattered:
+        for node, why in whole.items():
             for op in (node, *node.all_input_nodes):
-                op.meta.setdefault(FIXED, "the rows of a block do not follow each other")
+                op.meta.setdefault(FIXED, why)
+
+
+def _why_whole(cut: Cut) -> str:
+    if isinstance(cut, Counted) and cut.of is not None and not spec_of(cut.of).is_integer:
+        return "it counts numbers that may not be integers"
+    is_scattered = isinstance(cut, (Sorted, Counted)) and cut.outer > 1
+    return "the rows of a block do not follow each other" if is_scattered else ""
 
 
 @dataclass(slots=True)
@@ -102,8 +106,10 @@ class _Writer:
         return self.chunked.cuts.get(node)
 
 
-def _sort(writer: _Writer, node: fx.Node) -> fx.Node:
+def _sort(writer: _Writer, node: fx.Node) -> fx.Node | None:
     (x,) = tensor_inputs(node)
+    if len(spec_of(x).shape) != 1:  # each row by itself
+        return None
     return writer.call(node, ours.block_sort.default, writer.value(x), writer.num_blocks, is_descending(node))
 
 

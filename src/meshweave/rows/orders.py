@@ -205,7 +205,7 @@ def _counts_up(node: fx.Node, size: int) -> bool:
 def _histogram(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     args: Any = node.args
     is_count = len(args) == 4 and args[2] == 0 and args[3] == args[1] - 1
-    return _counts(node.args[0], end, cut) if is_count else None
+    return _counts(node, node.args[0], end, cut) if is_count else None
 
 
 def _sum(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
@@ -221,15 +221,17 @@ def _sum(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
         and spec_of(wide).shape == (*spec_of(equal).shape[:1], 1)
         and len(spec_of(equal).shape) == 2
     )
-    return _counts(wide, end, cut) if is_one_hot else None
+    return _counts(node, wide, end, cut) if is_one_hot else None
 
 
-def _counts(ids: Any, end: End, cut: Cut) -> RowRule | None:
+def _counts(node: fx.Node, ids: Any, end: End, cut: Cut) -> RowRule | None:
     if end.is_result:
         raise NoCut("it counts rows")
+    if spec_of(node).dtype not in _EXACT:
+        raise NoCut("its counts are rounded")
     if isinstance(cut, Counted) or cut.dim or (isinstance(cut, Sorted) and cut.into is not None):
         return None
-    return RowRule((cut,), (Counted(0, cut.outer, cut.count, _root(ids)),))
+    return RowRule((cut,), (Counted(0, cut.outer, cut.count, numbers_of(ids)),))
 
 
 def _running(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
@@ -237,6 +239,8 @@ def _running(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
         return None
     if end.is_result or cut.is_running or len(spec_of(node).shape) != 1:
         raise NoCut("counts of the rows of a chunk are used as those of all")
+    if spec_of(node).dtype not in _EXACT:
+        raise NoCut("its counts are rounded")
     return RowRule((cut,), (replace(cut, is_running=True),))
 
 
@@ -245,7 +249,7 @@ def _same_counts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     return RowRule((cut,), (cut,)) if is_exact else None
 
 
-def _root(value: Any) -> fx.Node:
+def numbers_of(value: Any) -> fx.Node:
     """The value whose rows these are, in some order."""
     while True:
         if value.target in _SAME_VALUES and spec_of(value).dtype in _EXACT:
@@ -268,7 +272,7 @@ def _of_experts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
         raise NoCut("expert ops can be cut only along their rows")
     if not isinstance(cut, Sorted) or cut.order is None or cut.into is not None:
         raise NoCut("its rows are not sorted by expert in every chunk")
-    ids = _root(cut.order.args[0])
+    ids = numbers_of(cut.order.args[0])
     args: Any = ids.args
     is_index = ids.target is operator.getitem and args[1] == 1 and args[0].target in _INDICES
     if is_descending(cut.order) or not (is_index or ids.target is aten.argmax.default):
