@@ -109,7 +109,7 @@ def build_program(
     units = infer_units(captured)
 
     def built(step: StepGraph, pipeline: Pipeline) -> Program:
-        step = verify_step(in_blocks(step, mesh.flat_size(resolved.data_axes(mesh))))
+        step = in_blocks(step, mesh.flat_size(resolved.data_axes(mesh)))
         placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
         placement = placement if like is None else placement.keeping(like.placement)
 

@@ -27,6 +27,7 @@ __all__ = [
     "contract",
     "ctc_loss",
     "define_op",
+    "is_zeros",
     "matmul",
     "move",
     "onednn_mm",
@@ -87,6 +88,12 @@ def unmoved(value: fx.Node) -> fx.Node:
     while value.target is move:
         value = value.args[0]  # type: ignore[assignment]
     return value
+
+
+def is_zeros(value: Any) -> bool:
+    """Whether a value is a tensor of zeros, possibly moved."""
+    root = unmoved(value) if isinstance(value, fx.Node) else None
+    return root is not None and root.target is aten.full.default and bool(root.args[1] == 0)
 
 
 @define_op("pin")

@@ -26,7 +26,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even, nested_chunk
 from meshweave.ir.rank import in_mesh_order
 from meshweave.movement.arrange import PlanMove
-from meshweave.movement.own_sums import LOOKUPS, PUTS, is_zeros
+from meshweave.movement.own_sums import LOOKUPS, PUTS
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Kind
 from meshweave.sharding.rates import Rates, default_rates
@@ -308,7 +308,7 @@ def _made(node: fx.Node) -> Path | None:
 
 def _adds_on_zeros(node: fx.Node) -> bool:
     args: Any = node.args
-    return node.target in PUTS and len(args) > 3 and args[3] is True and is_zeros(args[0])
+    return node.target in PUTS and len(args) > 3 and args[3] is True and ops.is_zeros(args[0])
 
 
 def _fits(path: Path, shape: tuple[int, ...], axes: tuple[str, ...]) -> bool:

@@ -79,7 +79,7 @@ def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
     zeros, _, view, is_added, *_ = _args(put)
     order = _inverted(row_index(put))
     expand = _args(view)[0] if view.target is aten.view.default else view
-    if order is None or not is_added or not is_zeros(zeros) or expand.target is not aten.expand.default:
+    if order is None or not is_added or not ops.is_zeros(zeros) or expand.target is not aten.expand.default:
         return
     wide, (few, ones, width) = _args(expand)[0], _three(spec_of(_args(expand)[0]).shape)
     shape, layout = spec_of(expand).shape, enter.meta["layout"]
@@ -110,12 +110,6 @@ def _args(node: fx.Node) -> tuple[Any, ...]:
 def _three(shape: Sequence[int]) -> tuple[int, int, int]:
     """A shape of three dims; a shape that matches nothing for other ranks."""
     return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (-1, -1, -1)
-
-
-def is_zeros(value: fx.Node) -> bool:
-    """Whether a value is a tensor of zeros, possibly moved."""
-    root = ops.unmoved(value)
-    return root.target is aten.full.default and bool(_args(root)[1] == 0)
 
 
 def _inverted(index: fx.Node | None) -> fx.Node | None:

@@ -18,6 +18,7 @@ from meshweave.chunks.cut import FIXED, Cut
 from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, row_index, spec_of, tensor_inputs
 from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import CASTS
+from meshweave.ir.verify import verify_step
 from meshweave.rows.captured import described, has_experts
 from meshweave.rows.orders import Counted, Sorted, is_descending
 from meshweave.rows.regions import Regions, regions
@@ -42,7 +43,7 @@ def in_blocks(step: StepGraph, num_blocks: int) -> StepGraph:
     chunked = _in_contiguous_blocks(graph, dict.fromkeys(rows, cut)) if rows else None
     if chunked is None or not any(node.target in BY_ROWS for node in chunked.rules):
         return step
-    return replace(step, graph=_Writer(graph, chunked, num_blocks).run())
+    return verify_step(replace(step, graph=_Writer(graph, chunked, num_blocks).run()))
 
 
 def _in_contiguous_blocks(graph: fx.Graph, seeds: Mapping[fx.Node, Cut]) -> Regions:
@@ -78,11 +79,12 @@ class _Writer:
 
     def run(self) -> fx.Graph:
         for node in self.old.nodes:
-            write = _WRITERS.get(node.target) if node in self.chunked.rules else None
+            is_count = isinstance(self.cut(node), Counted)
+            table = _OF_COUNTS if is_count else _OF_ROWS
+            write = table.get(node.target) if node in self.chunked.rules else None
             new = write(self, node) if write is not None else None
             if new is None:
                 new = self.new.node_copy(node, self.value)
-            is_count = isinstance(self.chunked.cuts.get(node), Counted)
             (self.counts if is_count else self.values)[node] = new
             new.meta.pop("val", None)
             new.meta.pop(FIXED, None)
@@ -136,19 +138,17 @@ def _places(writer: _Writer, node: fx.Node) -> fx.Node | None:
     return writer.value(at) if at is not None and isinstance(cut, Sorted) and cut.into is not None else None
 
 
-def _histogram(writer: _Writer, node: fx.Node) -> fx.Node | None:
+def _histogram(writer: _Writer, node: fx.Node) -> fx.Node:
     return _counted(writer, node, tensor_inputs(node)[0])
 
 
-def _sum(writer: _Writer, node: fx.Node) -> fx.Node | None:
+def _sum(writer: _Writer, node: fx.Node) -> fx.Node:
     """The sum over rows of whether they equal 0, 1, ..."""
     equal: Any = node.args[0]
-    return _counted(writer, node, equal.args[0]) if isinstance(writer.cut(node), Counted) else None
+    return _counted(writer, node, equal.args[0])
 
 
-def _counted(writer: _Writer, node: fx.Node, ids: fx.Node) -> fx.Node | None:
-    if not isinstance(writer.cut(node), Counted):
-        return None
+def _counted(writer: _Writer, node: fx.Node, ids: fx.Node) -> fx.Node:
     spec, blocks = spec_of(node), writer.num_blocks
     (num_ids,) = spec.shape
     rows = Spec((spec_of(ids).num_elements,), spec_of(ids).dtype)
@@ -160,21 +160,13 @@ def _counted(writer: _Writer, node: fx.Node, ids: fx.Node) -> fx.Node | None:
     return writer.call(node, aten._to_copy.default, new, spec=Spec(counts.shape, spec.dtype), dtype=spec.dtype)
 
 
-def _running(writer: _Writer, node: fx.Node) -> fx.Node | None:
-    """A running sum of the counts of each block."""
-    if not isinstance(writer.cut(node), Counted):
-        return None
-    spec, (of, *_) = spec_of(node), tensor_inputs(node)
+def _same_counts(writer: _Writer, node: fx.Node) -> fx.Node:
+    """A cast, or a running sum, of the counts of each block."""
+    (of,), spec, rest = tensor_inputs(node), spec_of(node), node.args[1:]
+    if node.target is aten.cumsum.default:
+        rest = (1,)
     spec = Spec((writer.num_blocks, *spec.shape), spec.dtype)
-    return writer.call(node, aten.cumsum.default, writer.counts[of], 1, spec=spec, **node.kwargs)
-
-
-def _cast(writer: _Writer, node: fx.Node) -> fx.Node | None:
-    if not isinstance(writer.cut(node), Counted):
-        return None
-    spec, (of, *_) = spec_of(node), tensor_inputs(node)
-    spec = Spec((writer.num_blocks, *spec.shape), spec.dtype)
-    return writer.call(node, node.target, writer.counts[of], *node.args[1:], spec=spec, **node.kwargs)
+    return writer.call(node, node.target, writer.counts[of], *rest, spec=spec, **node.kwargs)
 
 
 def _by_expert(writer: _Writer, node: fx.Node) -> fx.Node:
@@ -182,13 +174,14 @@ def _by_expert(writer: _Writer, node: fx.Node) -> fx.Node:
     return writer.call(node, node.target, *map(writer.value, operands), writer.counts[ends])
 
 
-_WRITERS: Mapping[Any, Callable[[_Writer, fx.Node], fx.Node | None]] = {
+_OF_ROWS: Mapping[Any, Callable[[_Writer, fx.Node], fx.Node | None]] = {
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     **dict.fromkeys((aten.index.Tensor, aten.index_select.default), _lookup),
     **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), _put),
+    **dict.fromkeys((ours.grouped_mm.default, ours.grouped_outer.default), _by_expert),
+}
+_OF_COUNTS: Mapping[Any, Callable[[_Writer, fx.Node], fx.Node]] = {
     aten.histc.default: _histogram,
     aten.sum.dim_IntList: _sum,
-    aten.cumsum.default: _running,
-    **dict.fromkeys(CASTS, _cast),
-    **dict.fromkeys((ours.grouped_mm.default, ours.grouped_outer.default), _by_expert),
+    **dict.fromkeys((aten.cumsum.default, *CASTS), _same_counts),
 }

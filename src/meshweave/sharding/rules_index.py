@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from meshweave.ir.graph import spec_of, tensor_inputs
-from meshweave.ir.ops import move
+from meshweave.ir.ops import is_zeros
 from meshweave.sharding.factors import Dim, Rule, RuleBuilder, moved, sums
 from meshweave.sharding.registry import add, argument
 
@@ -152,12 +152,6 @@ def _index(node: fx.Node) -> Rule:
     return replace(build.rule([dims, *each], [result], sums({0})), placed=frozenset(dims[dim]))
 
 
-def _is_zeros(node: Any) -> bool:
-    while isinstance(node, fx.Node) and node.target is move:
-        node = node.args[0]
-    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
-
-
 def _index_put(node: fx.Node) -> Rule:
     """Only dims that are not indexed are free: writes of several positions to the same element have to meet there.
 
@@ -172,7 +166,7 @@ def _index_put(node: fx.Node) -> Rule:
         return build.rule(operands, [operands[0]])
     dims, each, result = _index_dims(build, spec_of(x).shape, indices)
     dim = _looked_up(indices)
-    if not (added and _is_zeros(x)):
+    if not (added and is_zeros(x)):
         build.fixed.update(f for index in each for d in index for f in d)
     elif dim is not None:
         build.fixed.difference_update(dims[dim])

@@ -13,11 +13,10 @@ from torch import fx
 from meshweave.ir import blocks, grouped  # noqa: F401  (define the ops)
 from meshweave.ir.graph import spec_of, tensor_inputs
 from meshweave.ir.grouped import key_of
-from meshweave.ir.ops import unmoved
+from meshweave.ir.ops import is_zeros
 from meshweave.sharding.factors import Dim, Keyed, Rule, RuleBuilder, sums
 from meshweave.sharding.registry import add, argument
 
-aten = torch.ops.aten
 ours = torch.ops.meshweave
 
 
@@ -99,8 +98,7 @@ def _block_counts(node: fx.Node) -> Rule:
     """ids [rows] -> [blocks, numbers]."""
     (ids,) = (spec_of(n).shape for n in tensor_inputs(node))
     build = RuleBuilder()
-    rows, _ = _rows_and_ends(build, ids[0], spec_of(node).shape)
-    build.fixed.add(rows[-1])
+    (rows,) = _row_dims(build, argument(node, 2), ids[0])
     rule = build.rule([[rows]], [[rows[:-1], (build.factor(argument(node, 1), whole=True),)]])
     return replace(rule, block=rows[0])
 
@@ -122,8 +120,7 @@ def _block_put(node: fx.Node) -> Rule:
     x, index, values = (spec_of(n).shape for n in tensor_inputs(node))
     build, is_added = RuleBuilder(), bool(argument(node, 3))
     places, rows = _row_dims(build, argument(node, 4), x[0], index[0])
-    zeros = unmoved(argument(node, 0))
-    if is_added and zeros.target is aten.full.default and bool(zeros.args[1] == 0):
+    if is_added and is_zeros(argument(node, 0)):
         build.fixed.discard(rows[-1])
     rest = build.dims(x[1:])
     source = [rows, *build.broadcast(values[1:], rest)]
@@ -137,8 +134,6 @@ add(ours.grouped_mm.default, _grouped_mm, localize="grouped_mm")
 add(ours.grouped_outer.default, _grouped_outer, localize="grouped_outer")
 add(ours.leave_rows.default, partial(_rows_of_others, position=0), localize="leave_rows")
 add(ours.enter_rows.default, partial(_rows_of_others, position=2), localize="enter_rows")
-
-
 add(ours.block_sort.default, _block_sort, localize="block_sort")
 add(ours.block_counts.default, _block_counts, localize="block_counts")
 add(ours.block_index.default, _block_index, localize="block_index")
