@@ -30,7 +30,7 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 # Modules whose jobs measure this machine, which takes 10 s.
-MEASURING = ("tests.calibrate.test_automatic", "tests.test_default_passes")
+MEASURING = ("tests.calibrate.test_automatic", "tests.test_default_passes", "tests.test_examples_cluster")
 
 
 @dataclass

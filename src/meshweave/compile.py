@@ -36,7 +36,7 @@ from meshweave.runtime.rows import batch_shard, global_example
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.together import together
 from meshweave.runtime.weights import align_weights
-from meshweave.runtime.world import World
+from meshweave.runtime.world import World, home_of
 from meshweave.schedule import OverlapOptions
 from meshweave.sharding.plan_text import plan_of
 from meshweave.sharding.plans import Plan
@@ -177,7 +177,7 @@ class CompileOptions:
             mesh, plan = Mesh.of(self.mesh), plan_of(self.plan)
             spec = self.checked()
             ranks.agree(self.texts(mesh, plan))
-            world = make_world(mesh, self.device)
+            world = make_world(mesh, self.device, home_of(self.model))
             align_weights(self.model, self.optimizer, ranks, world, self.on_different_weights)
             shard = batch_shard(mesh, plan)[0]
             example = global_example(self.example, self.batch, shard)
@@ -343,7 +343,8 @@ def compile(
     weights: a folder of safetensors files, as `save_pretrained` of Hugging Face writes it, with the initial parameters
         and buffers, also of a model on the meta device. Every process reads only its own pieces, file by file.
 
-    Runs on virtual devices in this process, or as a rank of a job if torch.distributed is initialised or torchrun
+    Runs on virtual devices in this process (on `device`, by default where the model's parameters are: a GPU or the
+    processor), or as a rank of a job if torch.distributed is initialised or torchrun
     started several processes (then it is initialised here). Ranks must agree on all arguments except the values of the
     example; a rank that differs or fails is an error on every rank.
     Raises MeshError, PlanError, CaptureError or RuleError, each with the offending line or name.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
 from meshweave.ir import local_ops
 from meshweave.ir.grouped import all_rows, from_torch, grouped_mm, grouped_outer, mm_piece, outer_piece, own_rows
@@ -37,6 +39,37 @@ def test_devices_work_on_the_rows_of_their_experts_in_their_piece() -> None:
     assert sum(total) == 7  # every row is on one device, and what has no expert on that of the last expert
     torch.testing.assert_close(out, grouped_mm(X, W, ENDS))
     torch.testing.assert_close(grad, grouped_outer(X, G, ENDS))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("num_blocks", "first_row"), [(0, 0), (0, 40), (1, 0), (3, 0)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("experts", [(0, 4), (1, 2)])
+def test_a_gpu_multiplies_as_the_processor(
+    num_blocks: int, first_row: int, experts: tuple[int, int], is_transposed: bool
+) -> None:
+    """Experts without rows, rows of no expert, and pieces, by the kernel of torch."""
+    torch.manual_seed(0)
+    first, num = experts
+    rows, count = 96, max(num_blocks, 1)
+    ends = torch.tensor([[30, 30, 64, 90]] * count if num_blocks else [30, 30, 64, 90], dtype=torch.int32)
+    x, grad = (torch.randn(rows * count, n, dtype=torch.bfloat16)[first_row:] for n in (32, 24))
+    weight = torch.randn(4, 24, 32).transpose(1, 2) if is_transposed else torch.randn(4, 32, 24)
+    own = weight.bfloat16()[first : first + num]
+    at = (first_row, first, num, 1)
+
+    def products(device: str) -> list[Tensor]:
+        where = ends.to(device)
+        a, g = (own_rows(t.to(device), where, 0, *at).contiguous() for t in (x, grad))
+        block_rows = rows if num_blocks else 0
+        return [
+            mm_piece(a, own.to(device), where, first_row, first, block_rows),
+            outer_piece(a, g, where, num, first_row, first, block_rows),
+        ]
+
+    for got, want in zip(products("cuda"), products("cpu"), strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=0.02, atol=0.2)
 
 
 def test_rows_along_any_dim_and_without_data() -> None:

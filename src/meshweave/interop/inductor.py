@@ -117,7 +117,8 @@ def compile_graph(
 
     Raises any error of Inductor, InvalidCxxCompiler if there is no compiler.
     """
-    find_instructions()
+    if device.type == "cpu":
+        find_instructions()
     # Without a shape environment, even for static shapes, Inductor does not cache on disk.
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
         inputs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in forms]
@@ -132,4 +133,19 @@ def compile_graph(
     context = TracingContext(mode)
     with config.patch(own), torch.no_grad(), tracing(context), V.set_fake_mode(mode):
         compiled: Any = compile_fx_inner(traced, inputs, is_inference=True)
-    return compiled  # type: ignore[no-any-return]
+    if device.type == "cpu":
+        return compiled  # type: ignore[no-any-return]
+    return _Shaped(compiled, tuple(tuple(x.meta["val"].shape) for x in output.args[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    """A compiled function whose results get the shapes of the traced results: torch 2.11 drops the dims of size 1 of a
+    sum over rows that it fuses with a sum over columns (torch/_inductor/codegen/simd.py, mended in 2.13)."""
+
+    compiled: Callable[[list[Any]], Sequence[Any]]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __call__(self, operands: list[Any]) -> list[Any]:
+        results = zip(self.compiled(operands), self.shapes, strict=True)
+        return [x if x.shape == shape else x.view(shape) for x, shape in results]

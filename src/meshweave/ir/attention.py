@@ -7,23 +7,11 @@ kernel without a mask tensor; masked blocks are not computed. Partial results of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from meshweave.ir.attention_kernels import Scoring, float_bias, kernel_for
 from meshweave.ir.causal import Causal, CausalBlock, Runs
-
-aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How a block scores: q k^T scale + bias; under a causal mask a query sees keys up to its position."""
-
-    bias: Tensor | None  # float, or bool: True where a query sees the key
-    is_causal: bool
-    scale: float
 
 
 def merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +57,7 @@ def forward(
     if _is_one(parts, q) and not is_part:
         keys, values = k[:, :, parts[0].keys], v[:, :, parts[0].keys]
         scoring = _scoring(bias, parts[0], scale)
-        if _has_cpu_flash(q, v):
+        if kernel_for(q, keys, values, scoring):
             return _block(q, keys, values, scoring)
         return _plain(q, keys, values, scoring), q.new_zeros(q.shape[:-1], dtype=wide)
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
@@ -103,11 +91,12 @@ def backward(
         grads = backward(grad, q, *own, causal.ascending, scale, is_part)
         return _as_held(grads[0], of_queries), _as_held(grads[1], of_keys), _as_held(grads[2], of_keys)
     parts = _parts(q, k, causal)
-    if _is_one(parts, q) and not is_part and not _has_cpu_flash(q, v):
+    if _is_one(parts, q) and not is_part:
         (part,) = parts
-        keys, values = k[:, :, part.keys], v[:, :, part.keys]
-        gq, gk, gv = _recomputed_backward(grad, q, keys, values, _scoring(bias, part, scale))
-        return gq, _padded(gk, k), _padded(gv, v)
+        keys, values, scoring = k[:, :, part.keys], v[:, :, part.keys], _scoring(bias, part, scale)
+        if kernel_for(q, keys, values, scoring) is None:
+            gq, gk, gv = _recomputed_backward(grad, q, keys, values, scoring)
+            return gq, _padded(gk, k), _padded(gv, v)
     wide_k, wide_v = _repeat_groups(q, k), _repeat_groups(q, v)
 
     def of_part(part: CausalBlock) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,15 +178,12 @@ def _block(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, T
     if q.numel() == 0 or k.shape[2] == 0:
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         return out, q.new_full(q.shape[:-1], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
-    if not _has_cpu_flash(q, v):
-        scores = _scores(q, k, scoring)
-        lse = torch.logsumexp(scores, -1)
-        weights = _weights(scores, lse)
-        return (weights @ v.to(weights.dtype)).to(q.dtype), lse
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, scoring.is_causal, attn_mask=_float_bias(scoring.bias, q), scale=scoring.scale
-    )
-    return out.contiguous(), lse.contiguous()
+    if kernel := kernel_for(q, k, v, scoring):
+        return kernel.forward(q, k, v, scoring)
+    scores = _scores(q, k, scoring)
+    lse = torch.logsumexp(scores, -1)
+    weights = _weights(scores, lse)
+    return (weights @ v.to(weights.dtype)).to(q.dtype), lse
 
 
 def _block_backward(
@@ -205,17 +191,9 @@ def _block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.numel() == 0 or k.shape[2] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if not _has_cpu_flash(q, v):
-        return _spelled_backward(grad, q, k, v, out, lse, scoring)
-    mask = _float_bias(scoring.bias, q)
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, scoring.is_causal, attn_mask=mask, scale=scoring.scale
-    )
-    return grads[0], grads[1], grads[2]
-
-
-def _has_cpu_flash(q: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and q.dtype != torch.float16
+    if kernel := kernel_for(q, k, v, scoring):
+        return kernel.backward(grad, q, k, v, out, lse, scoring)
+    return _spelled_backward(grad, q, k, v, out, lse, scoring)
 
 
 def _repeat_groups(q: Tensor, x: Tensor) -> Tensor:
@@ -228,19 +206,13 @@ def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
     return grad.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
-def _float_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    if bias is None or bias.dtype != torch.bool:
-        return bias
-    return torch.zeros_like(bias, dtype=q.dtype).masked_fill_(~bias, float("-inf"))
-
-
 def _plain(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     bias, is_causal, scale = scoring.bias, scoring.is_causal, scoring.scale
     if q.numel() == 0:
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
     if bias is not None and is_causal:  # torch takes only one of the two arguments
         seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        mask = _float_bias(bias, q)
+        mask = float_bias(bias, q.dtype)
         bias, is_causal = None if mask is None else mask.masked_fill(~seen, float("-inf")), False
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, 0.0, is_causal, scale=scale).contiguous()
 
@@ -268,7 +240,7 @@ def _scores(q: Tensor, k: Tensor, scoring: Scoring) -> Tensor:
     """q k^T scale + bias in at least float32, -inf where masked; the whole matrix at once."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * scoring.scale
-    mask = _float_bias(scoring.bias, scores)
+    mask = float_bias(scoring.bias, scores.dtype)
     scores = scores if mask is None else scores + mask
     if scoring.is_causal:
         seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()

@@ -14,7 +14,9 @@ from torch import Tensor, fx
 
 from meshweave.ir.ops import define_op
 
+aten = torch.ops.aten
 Span = tuple[int, int, int]
+_ALIGNED = 8  # bfloat16 numbers in 16 bytes: the distances of rows for the kernel of torch
 
 
 def spans(
@@ -48,6 +50,8 @@ def _spans(lasts: list[int], num_experts: int, num_rows: int, first_row: int, fi
 def mm_piece(x: Tensor, weight: Tensor, ends: Tensor, first_row: int, first_expert: int, block_rows: int = 0) -> Tensor:
     """`grouped_mm` of the rows from `first_row` on and the experts from `first_expert` on: rows of other experts are
     zeros. `block_rows`: the number of rows of a block, if they are in blocks."""
+    if groups := _groups_of_kernel(x, weight.shape[2], ends, weight.shape[0], first_row, first_expert, block_rows):
+        return torch.cat([_mm_by_kernel(x[rows], weight, stops) for rows, stops in groups])
     out = x.new_zeros((x.shape[0], weight.shape[2]))
     if out.is_meta:
         return out
@@ -67,6 +71,9 @@ def outer_piece(
 ) -> Tensor:
     """`grouped_outer` over the rows from `first_row` on for `num_experts` experts from `first_expert` on.
     `block_rows`: the number of rows of a block, if they are in blocks."""
+    if groups := _groups_of_kernel(x, grad.shape[1], ends, num_experts, first_row, first_expert, block_rows):
+        parts = [aten._grouped_mm(x[rows].t(), grad[rows].contiguous(), stops) for rows, stops in groups]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
     out = x.new_zeros((num_experts, x.shape[1], grad.shape[1]))
     if out.is_meta:
         return out
@@ -78,6 +85,36 @@ def outer_piece(
             torch.mm(x[start:stop].t(), grad[start:stop], out=out[index])
         known.add(index)
     return out
+
+
+def _groups_of_kernel(
+    x: Tensor, num_columns: int, ends: Tensor, num_experts: int, first_row: int, first_expert: int, block_rows: int
+) -> list[tuple[slice, Tensor]]:
+    """Parts of the rows, with the end of each expert in them on the device, for torch's kernel, which does not tell the
+    host how many rows an expert has; empty if that kernel cannot do it."""
+    is_dense = x.is_contiguous() and not any(size % _ALIGNED for size in (x.shape[1], num_columns))
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and is_dense and x.shape[0] and num_experts):
+        return []
+    if ends.dim() == 1 or ends.shape[0] == 1:
+        line = ends.reshape(-1)
+        first = line[first_expert - 1].clamp(min=first_row) if first_expert else first_row
+        return [(slice(None), _stops(line[first_expert : first_expert + num_experts] - first, x.shape[0]))]
+    if num_experts < ends.shape[1] or x.shape[0] != ends.shape[0] * block_rows:
+        return []  # own rows of several blocks: only the run knows where a block begins
+    starts = range(0, x.shape[0], block_rows)
+    return [(slice(i, i + block_rows), _stops(line, block_rows)) for i, line in zip(starts, ends, strict=True)]
+
+
+def _stops(ends: Tensor, num_rows: int) -> Tensor:
+    return ends.clamp(0, num_rows).to(torch.int32)
+
+
+def _mm_by_kernel(x: Tensor, weight: Tensor, stops: Tensor) -> Tensor:
+    """Rows after the last end, which the kernel does not write, are zeros."""
+    is_dense = 1 in weight.stride()[1:] and not any(step % _ALIGNED for step in weight.stride() if step != 1)
+    out = aten._grouped_mm(x, weight if is_dense else weight.contiguous(), stops)
+    rest = torch.arange(x.shape[0], device=x.device) >= stops[-1]
+    return out.masked_fill_(rest.unsqueeze(1), 0.0)
 
 
 def _block_rows(num_rows: int, ends: Tensor) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 from meshweave.errors import LayoutError
 from meshweave.ir.graph import Input
 from meshweave.ir.pieces import Box
+from meshweave.runtime.uploads import uploaded
 from meshweave.runtime.world import World
 
 
@@ -16,9 +17,9 @@ def batch_piece(world: World, item: Input, box: Box, value: Tensor, accumulate: 
     Raises LayoutError for a tensor of another shape or dtype. `accumulate`: the microbatches of a step."""
     if value.dtype == item.spec.dtype:
         if tuple(value.shape) == item.spec.shape:
-            return value[box.slices()].to(world.device)
+            return uploaded(value[box.slices()], world.device)
         if world.is_distributed and tuple(value.shape) == box.size:
-            return value.to(world.device)
+            return uploaded(value, world.device)
     parts = f" in each of {accumulate} microbatches" if accumulate > 1 else ""
     if world.is_distributed and box.size != item.spec.shape:
         parts = f" (or {list(box.size)}: this rank's own rows){parts}"

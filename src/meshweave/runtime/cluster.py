@@ -278,9 +278,10 @@ def check_devices(mesh: Mesh) -> None:
     (_check_ranks if _is_job() else check_virtual_devices)(mesh)
 
 
-def make_world(mesh: Mesh, device: torch.device | str | None = None) -> World:
-    """This process's part of the mesh: this rank of torch.distributed if it is initialised, else the whole mesh."""
-    world: World = ClusterWorld(mesh, device) if _is_job() else LocalWorld(mesh, device)
+def make_world(mesh: Mesh, device: torch.device | str | None = None, home: torch.device | str | None = None) -> World:
+    """This process's part of the mesh: this rank of torch.distributed if it is initialised, else the whole mesh, which
+    without a `device` is at `home`."""
+    world: World = ClusterWorld(mesh, device) if _is_job() else LocalWorld(mesh, device or home)
     if world.device.type == "cpu":
         keep_freed_memory()
     return world

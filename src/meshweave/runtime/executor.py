@@ -298,6 +298,19 @@ class Communicator(Protocol):
 
 
 @dataclass(slots=True)
+class Alone:
+    """The communicator of a mesh of a single device, whose groups have that member alone."""
+
+    recorder: TaskRecorder | None = None
+
+    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
+        return operand
+
+    def wait(self, started: Any) -> Any:
+        return started
+
+
+@dataclass(slots=True)
 class SerialExecutor:
     """Runs the tasks of one device in order, its communications through a communicator."""
 

@@ -31,6 +31,7 @@ from meshweave.runtime.saves import Saves
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.update import Update, nodes_of, outputs
+from meshweave.runtime.uploads import numbers_on
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 
@@ -92,6 +93,7 @@ class Session:
         kept |= {"grad"} if self.settings.keep_gradients else set()
         self.ranks = self._compiled(kept, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
+        self._constants = {n: x.to(self.world.device) for r in self.roles for n, x in r.constants.items()}
         if self.settings.accumulate > 1:  # earlier microbatches have their own tasks, and pass on other values
             early = self._compiled({"loss", "buffer", "acc"}, False, has_regions)
             self._early: Executor = self.world.executor(self.roles, early, meter)
@@ -297,8 +299,7 @@ class Session:
         for item, layout in self.state.items:
             pieces = zip(self.state.holders(layout), self.state.pieces[item.kind, item.name], strict=True)
             kept[item.kind, item.name] = {where[device]: piece for device, piece in pieces}
-        number = torch.tensor(draw, dtype=torch.int64, device=self.world.device)
-        constants: dict[str, Tensor] = {}
+        number = numbers_on(self.world.device, {"draw": draw}, torch.int64)["draw"]
         for i, (device, rank, env) in enumerate(zip(self.world.devices, self.ranks, envs, strict=True)):
             for item, layout, slot in zip(rank.graph.inputs, rank.graph.layouts, rank.inputs, strict=True):
                 key = (item.kind, item.name)
@@ -314,7 +315,7 @@ class Session:
                     box = layout.box_of(item.spec.shape, device)
                     env[slot] = batch_piece(self.world, item, box, batch[item.name], self.settings.accumulate)
                 elif item.kind == "constant":
-                    env[slot] = constants.setdefault(item.name, rank.graph.constants[item.name].to(self.world.device))
+                    env[slot] = self._constants[item.name]
                 elif item.name == "draw":
                     env[slot] = number
         return envs
@@ -331,7 +332,7 @@ class Session:
         return total
 
     def _update(self, numbers: Mapping[str, float]) -> None:
-        scalars = {n: torch.tensor(v, dtype=torch.float64, device=self.world.device) for n, v in numbers.items()}
+        scalars = numbers_on(self.world.device, numbers, torch.float64)
         update = Update(self.state, self.bindings, self.ranks, self._envs, scalars)
         buffers = [(key, v) for left in self._between for key, v in left.items() if key[0] == "buffer"]
         with uninterrupted():

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshweave.errors import MeshError
 from meshweave.ir.graph import Spec
@@ -15,7 +15,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.executor import Compiled, Executor, Meter
+from meshweave.runtime.executor import Alone, Compiled, Executor, Meter, SerialExecutor
 from meshweave.runtime.virtual import LocalExecutor
 
 
@@ -73,6 +73,11 @@ def boxes_of(layout: Layout, shape: Sequence[int], devices: Sequence[int]) -> li
     return [layout.box_of(shape, device) for device in devices]
 
 
+def home_of(model: nn.Module) -> torch.device | None:
+    """The CUDA device of a model's parameters; None if they are elsewhere."""
+    return next((x.device for x in model.parameters() if x.is_cuda), None)
+
+
 def checked_device(device: torch.device | str) -> torch.device:
     """A device on which a step can run in this process. Raises MeshError for any other."""
     try:
@@ -120,6 +125,8 @@ class LocalWorld:
         self.device = checked_device(device or "cpu")
 
     def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
+        if len(self.devices) == 1:
+            return SerialExecutor(ranks[0], self.devices[0], Alone(), meter)
         return LocalExecutor(ranks, self.devices, self.device, meter)
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
