@@ -298,7 +298,8 @@ def compile(
         the machine profile's memory. `program.accumulation` and `meshweave plan` report the choice.
     reduce_after_cast: cast to the smaller dtype before a sum over devices instead of after it. This rounds each part.
     recompute: which values of each repeated block the backward pass recomputes. "none"; "full": all but the block's
-        inputs; "selective": all but attention, every second matmul and sums over devices.
+        inputs; "selective": all but attention, every second matmul and sums over devices; "pointwise": what elementwise
+        ops compute from the fewest saved bytes, which compiled backends fuse into the kernels of backward.
     param_dtype: cast floating-point parameters to this dtype before the forward pass. Stored parameters, gradients in
         sums over devices, and optimizer state keep the parameters' own dtype; batch and buffers keep theirs.
     profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of a profile ("h100") or its

@@ -167,7 +167,6 @@ class TrainStep:
             self._first_numbers(self.variants.first)
             self.guards.check(checked)
             self.variants.compare(self.variants.first, checked, 1, self._groups)
-            self._take_over()
             return loss_value(self.session.forward(dict(zip(checked.names, checked.tensors, strict=True))))
 
     def backward(self) -> None:
@@ -199,7 +198,6 @@ class TrainStep:
 
     def _micros(self, batch: Batch, accumulate: int | None = None) -> tuple[Variant, list[Mapping[str, Tensor]]]:
         variant, inputs = self.variants.of(batch, "train", accumulate, self._groups)
-        self._take_over()
         parts = inputs.split(variant.accumulate)
         return variant, [dict(zip(inputs.names, tensors, strict=True)) for tensors in parts]
 
@@ -227,12 +225,12 @@ class TrainStep:
         return numbers
 
     def _first_numbers(self, variant: Variant) -> dict[str, float]:
-        """`_numbers`, before anything else of a step runs. If the optimizer needs an update that was not compiled,
-        the step is compiled again with the same arguments, on the same state."""
+        """`_numbers`, before anything else of a step runs, from the state that the user has written. If the optimizer
+        needs an update that was not compiled, the step is compiled again with the same arguments, on the same state."""
+        self._take_over()
         if self.again is None or self.session.progress.num_done:
             return self._numbers(variant)
         try:
-            self._take_over()
             numbers = self._numbers(variant)
         except OutdatedUpdate as change:
             self._renew(f"{change.what} ({change.where})")

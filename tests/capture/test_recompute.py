@@ -28,7 +28,7 @@ from meshweave.passes import Recompute
 from meshweave.runtime.meter import StateMeter
 
 aten = torch.ops.aten
-POLICIES = ("selective", "full")
+POLICIES = ("pointwise", "selective", "full")
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -236,7 +236,7 @@ def test_a_model_without_blocks_is_refused(model: nn.Module) -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(PlanError, match="'most' is not a recomputation policy") as error:
         Recompute("most")
-    assert error.value.expected == "none, selective, full"
+    assert error.value.expected == "none, pointwise, selective, full"
     with pytest.raises(PlanError, match="not a recomputation policy"):
         recompute(captured(nn.Sequential(Layer(), Layer())), "")
 
@@ -441,7 +441,7 @@ def test_operators_in_a_block_are_made_again(layer: type[nn.Module], mesh: str) 
         step, found = trained(policy)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
         pins = [n for n in again(step.program.captured) if n.target is torch.ops.meshweave.pin.default]
-        assert pins
+        assert bool(pins) == (policy != "pointwise")
         kept = [n for n in pins if "reduction" in str(n.args[1])]
         assert bool(kept) == (policy == "full" and layer is Megatron)
 

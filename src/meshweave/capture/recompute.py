@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from meshweave.capture.blocks import Blocks, find_blocks
+from meshweave.capture.minimum_cut import fewest_bytes
 from meshweave.errors import PlanError
 from meshweave.ir.graph import StepGraph, map_nodes, origin_of, tensor_inputs
 from meshweave.ir.traits import CASTS, PRODUCTS, VIEWS
@@ -29,7 +30,8 @@ over devices."""
 def recompute(step: StepGraph, policy: str, cuts: Cuts | None = None) -> StepGraph:
     """The step with fewer values saved from forward to backward; `step` itself for policy "none", else a new step.
 
-    "full": only a block's inputs are saved, "selective": also the values in `selective`. Other values that a block's
+    "full": only a block's inputs are saved, "selective": also the values in `selective`, "pointwise": those in
+    `pointwise`. Other values that a block's
     backward needs are recomputed in phase backward, right before the first op that uses them, from saved values; a
     value that is saved for others anyway (a block's output) is not recomputed. Recomputed nodes do the same op as the
     original with the same numbers (also random ones), have its module, source and call, and its name with suffix
@@ -153,7 +155,19 @@ def selective(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx
                 yield from _until_reduced(node)
 
 
+def pointwise(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.Node]:
+    """Sums over devices, and the fewest bytes from which elementwise ops compute everything else that backward
+    reads."""
+    nodes = list(nodes)
+    sums = [n for n in nodes if n.target in PRODUCTS and _sums_over_devices(n, forms, cuts)]
+    saved = {n: None for node in sums for n in _until_reduced(node)}
+    saved |= dict.fromkeys(n for n in nodes if n.target is PIN and str(n.args[1]).startswith("reduction "))
+    yield from saved
+    yield from fewest_bytes(nodes, forms, saved)
+
+
 _KEEPS: Mapping[str, Callable[[Iterable[fx.Node], Forms, Cuts], Iterator[fx.Node]]] = {
+    "pointwise": pointwise,
     "selective": selective,
     "full": _nothing,
 }

@@ -28,7 +28,7 @@ from meshweave.sharding.plans import Plan
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
-Policy = Literal["none", "selective", "full"]
+Policy = Literal["none", "pointwise", "selective", "full"]
 ParamDtype = Literal["bfloat16", "float32"]
 
 _CAST = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -48,8 +48,10 @@ class State:
     numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     options: Sequence[Mapping[str, Any]] = ()
     resting: list[tuple[Input, Layout]] = field(default_factory=list)
+    _lasting: list[tuple[Input, Layout]] = field(init=False)  # of the program
 
     def __post_init__(self) -> None:
+        self._lasting = lasting(self.roles)
         if len(self.devices) > 1 and self.device.type == "cpu":
             self._check_memory()
 
@@ -74,7 +76,7 @@ class State:
     @property
     def items(self) -> Iterable[tuple[Input, Layout]]:
         """Every lasting value of the program, with or without a local piece, and resting state."""
-        return [*lasting(self.roles), *self.resting]
+        return [*self._lasting, *self.resting]
 
     def holders(self, layout: Layout) -> list[int]:
         """The local devices in a layout's mesh, in the order of the pieces."""
@@ -122,6 +124,7 @@ class State:
         new = [entry for entry in lasting(roles) if (entry[0].kind, entry[0].name) not in self.pieces]
         if new:
             self.roles = (*self.roles, *roles)
+            self._lasting = lasting(self.roles)
         for item, layout in new:
             self.put(item, layout, self.zeros(item))
 
