@@ -51,7 +51,8 @@ def mm_piece(x: Tensor, weight: Tensor, ends: Tensor, first_row: int, first_expe
     """`grouped_mm` of the rows from `first_row` on and the experts from `first_expert` on: rows of other experts are
     zeros. `block_rows`: the number of rows of a block, if they are in blocks."""
     if groups := _groups_of_kernel(x, weight.shape[2], ends, weight.shape[0], first_row, first_expert, block_rows):
-        return torch.cat([_mm_by_kernel(x[rows], weight, stops) for rows, stops in groups])
+        products = [_mm_by_kernel(x[rows], weight, stops) for rows, stops in groups]
+        return products[0] if len(products) == 1 else torch.cat(products)
     out = x.new_zeros((x.shape[0], weight.shape[2]))
     if out.is_meta:
         return out

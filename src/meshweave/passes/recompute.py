@@ -14,7 +14,8 @@ from meshweave.passes.base import CapturedProgram, Numerics, Pass, Report, Stage
 class Recompute(Pass[CapturedProgram]):
     """The backward pass recomputes values of the forward pass instead of saving them. policy: what is saved of each
     repeated block: "full": its inputs; "selective": also attention, every second matmul and sums over devices;
-    "pointwise": the fewest bytes from which elementwise ops compute the rest; "none": everything. Raises PlanError for another policy.
+    "pointwise": the fewest bytes from which elementwise ops compute the rest; "none": everything. Raises PlanError for
+    another policy.
     """
 
     name: ClassVar[str] = "recompute"
