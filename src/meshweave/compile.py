@@ -22,14 +22,14 @@ from meshweave.capture.step import CaptureOptions, Part, StepSource
 from meshweave.errors import PlanError
 from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.mesh import Mesh
-from meshweave.passes import Budget, Pipeline, pass_list, pipeline_of
+from meshweave.passes import Budget, Pipeline, Recompute, pass_list, pipeline_of
 from meshweave.passes.options import PassesArgument
 from meshweave.program import Program
 from meshweave.regions.compiler import checked_backend
 from meshweave.rings import DecomposeOptions
 from meshweave.rows import SplitOptions
 from meshweave.runtime.cluster import make_world, numbers_of_all
-from meshweave.runtime.fuse import prepare_compiler
+from meshweave.runtime.fuse import compiles_for_gpu, prepare_compiler
 from meshweave.runtime.identity import argument_texts, program_texts
 from meshweave.runtime.replaced import follow_replaced
 from meshweave.runtime.rows import batch_shard, global_example
@@ -68,7 +68,7 @@ class CompileOptions:
     accumulate_in: AccumulateIn
     autocast: torch.dtype | None
     reduce_after_cast: bool
-    recompute: str
+    recompute: str | None
     param_dtype: torch.dtype | None
     backend: str
     passes: PassesArgument
@@ -129,7 +129,7 @@ class CompileOptions:
     def pipeline(self) -> Pipeline:
         return pipeline_of(
             self.passes,
-            recompute=self.recompute,
+            recompute=self.recompute or "none",
             prefetch=self.prefetch,
             split=self.split,
             decompose=self.decompose,
@@ -186,6 +186,9 @@ class CompileOptions:
                 chosen = costs_for(self.profile, world, self.progress, is_eager=is_eager)
                 prepare_compiler(self.session.backend, world, sum(x.numel() for x in self.model.parameters()))
                 pipeline = self.pipeline
+                is_open = self.recompute is None and self.passes in (None, "default")
+                if is_open and compiles_for_gpu(self.session.backend, world):
+                    pipeline = pipeline.having(Recompute("pointwise", is_optional=True))
                 if self.leaves_passes_open:
                     pipeline = by_default(pipeline, world, chosen.costs, self.passes_seconds)
                 build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin)
@@ -257,7 +260,7 @@ def compile(
     accumulate_in: AccumulateIn = "auto",
     autocast: torch.dtype | None = None,
     reduce_after_cast: bool = False,
-    recompute: str = "none",
+    recompute: str | None = None,
     param_dtype: torch.dtype | None = None,
     backend: str = "auto",
     passes: PassesArgument = None,
@@ -299,7 +302,8 @@ def compile(
     reduce_after_cast: cast to the smaller dtype before a sum over devices instead of after it. This rounds each part.
     recompute: which values of each repeated block the backward pass recomputes. "none"; "full": all but the block's
         inputs; "selective": all but attention, every second matmul and sums over devices; "pointwise": what elementwise
-        ops compute from the fewest saved bytes, which compiled backends fuse into the kernels of backward.
+        ops compute from the fewest saved bytes, which a compiler fuses into the kernels of backward: so it is the
+        default on a GPU unless backend="eager", for models with repeated blocks. Elsewhere the default is "none".
     param_dtype: cast floating-point parameters to this dtype before the forward pass. Stored parameters, gradients in
         sums over devices, and optimizer state keep the parameters' own dtype; batch and buffers keep theirs.
     profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of a profile ("h100") or its

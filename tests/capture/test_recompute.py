@@ -24,7 +24,7 @@ from meshweave.capture.step import CaptureOptions, capture
 from meshweave.cli import app
 from meshweave.errors import PlanError, VerifyError
 from meshweave.ir.graph import StepGraph, graph_text, op_name, origin_of
-from meshweave.passes import Recompute
+from meshweave.passes import CapturedProgram, Recompute
 from meshweave.runtime.meter import StateMeter
 
 aten = torch.ops.aten
@@ -231,6 +231,13 @@ def test_a_model_without_blocks_is_refused(model: nn.Module) -> None:
     assert error.value.expected.startswith("layers in a list")
     assert "ModuleList" in error.value.hint
     assert "modules 0" in error.value.got or "without modules" in error.value.got
+
+
+def test_a_model_without_repeated_blocks_is_left_alone_if_nobody_asked() -> None:
+    program = CapturedProgram(captured(nn.Linear(8, 8)), {})
+    assert Recompute("pointwise", is_optional=True).run(program, None)[0] is program
+    with pytest.raises(PlanError, match="no repeated block"):
+        Recompute("pointwise").run(program, None)
 
 
 def test_an_unknown_policy_is_refused() -> None:

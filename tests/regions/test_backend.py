@@ -132,10 +132,10 @@ def test_a_region_that_inductor_refuses_runs_op_by_op(
 ) -> None:
     compile_graph = inductor.compile_graph
 
-    def refuse(function: Any, *rest: Any) -> Any:
+    def refuse(function: Any, *rest: Any, **options: Any) -> Any:
         if "tanh" in function.key:
             raise RuntimeError("no loops for this")
-        return compile_graph(function, *rest)
+        return compile_graph(function, *rest, **options)
 
     monkeypatch.setattr(inductor, "compile_graph", refuse)
     _eager, expected = trained("mlp", "eager")
@@ -147,7 +147,7 @@ def test_a_region_that_inductor_refuses_runs_op_by_op(
 
 
 def test_without_a_compiler_steps_run_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: Any) -> Any:
+    def missing(*_: Any, **__: Any) -> Any:
         raise inductor.InvalidCxxCompiler
 
     monkeypatch.setattr(inductor, "compile_graph", missing)
@@ -190,7 +190,7 @@ def test_auto_compiles_what_may_pay_and_keeps_it_if_it_is_faster(
     asked: list[Any] = []
     made: list[Any] = []
 
-    def stand_in(function: Any, *_: Any) -> Callable[[list[Any]], Any]:
+    def stand_in(function: Any, *_: Any, **__: Any) -> Callable[[list[Any]], Any]:
         asked.append(function)
         made.append(lambda operands: function(*operands))
         return made[-1]

@@ -34,6 +34,15 @@ class Blocks:
         return self._known[module]
 
 
+def has_blocks(step: StepGraph) -> bool:
+    """Whether a model has repeated blocks."""
+    try:
+        find_blocks(step)
+    except PlanError:
+        return False
+    return True
+
+
 def find_blocks(step: StepGraph) -> Blocks:
     """The outermost indexed modules (`layers.0`, `layers.1`) that have an equal sibling.
 

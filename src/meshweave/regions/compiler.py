@@ -238,7 +238,7 @@ class RegionCompiler:
             return None
         inductor = load_inductor()  # slow to import, and eager steps do not need it
         try:
-            return inductor.compile_graph(function, function.forms, function.device)  # type: ignore[no-any-return]
+            return function.compiled(inductor)
         except inductor.InvalidCxxCompiler:
             self.has_compiler = False
             self._note("there is no C++ compiler, so ops run one by one (Inductor needs g++ or clang++, or $CXX)")

@@ -146,7 +146,7 @@ def main() -> None:
     for i, data in enumerate(functions):
         with suppress(Exception):  # the training process tries again, and reports the error
             function = load(data)
-            inductor.compile_graph(function, function.forms, function.device)
+            function.compiled(inductor)
         print(i, file=out, flush=True)
 
 

@@ -86,6 +86,12 @@ class RegionFunction:
             inputs[i].copy_(results[result])
         return tuple(results[i] for i in self.outputs)
 
+    def compiled(self, inductor: Any) -> Callable[[list[Any]], Sequence[Any]]:
+        """The function compiled by `interop.inductor`, which takes a list that it empties. Raises what that raises."""
+        is_update = bool(self.writes)
+        compiled = inductor.compile_graph(self, self.forms, self.device, joins_kernels=is_update)
+        return compiled  # type: ignore[no-any-return]
+
 
 # Not a closure of `__call__`: a recursive closure is a cycle, and keeps the tensors until the garbage collector runs.
 def _value(x: Any, inputs: Sequence[Tensor], results: Sequence[Any]) -> Any:

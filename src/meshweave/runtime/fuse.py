@@ -51,6 +51,11 @@ def compiler_for(backend: BackendName, world: World) -> RegionCompiler:
     return RegionCompiler("eager" if backend == "auto" and is_virtual else backend, partial(on_any, world), begin)
 
 
+def compiles_for_gpu(backend: BackendName, world: World) -> bool:
+    """Whether the steps of a backend may run as compiled regions on a GPU."""
+    return world.device.type == "cuda" and compiler_for(backend, world).backend != "eager"
+
+
 def prepare_compiler(backend: BackendName, world: World, num_elements: int) -> None:
     """Run Inductor's one-time set-up (it tries the C++ compiler) on a thread, during capture and planning, if a model
     of so many elements will probably be compiled. Inductor is imported on this thread, before capture, which compares
