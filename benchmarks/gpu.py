@@ -2,8 +2,8 @@
 
     python benchmarks/gpu.py [--json] [--only llama] [--extra backend=eager] [--extra recompute=pointwise]
 
-Every way to train is a process of its own. All start at once; then they take turns, a few steps without a
-synchronisation between them, and the median of the turns counts. Times are those of the whole step (forward, backward,
+Every way to train is a process of its own. All start at once; then those of a configuration take turns, a few steps
+without a synchronisation between them, and the median of the turns counts. Times are those of the whole step (forward, backward,
 update) in milliseconds, memory is the most that PyTorch's allocator had in use during the turns, starts include
 compilation while other ways compile. `predicted` is the simulated time with the device's own built-in profile. Further
 rows of meshweave are asked for by arguments of mw.compile.
@@ -158,35 +158,49 @@ def answers(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def measured(config: Config, ways: list[str], device: str) -> list[dict[str, Any]]:
-    """A row for each way; one that fails has only its error."""
+@dataclass(frozen=True)
+class Job:
+    """The processes of a configuration, one for each way to train, and what they have answered."""
+
+    processes: list[subprocess.Popen[str]]
+    sources: list[Iterator[dict[str, Any]]]
+    rows: list[dict[str, Any]]
+
+
+def started(config: Config, ways: list[str], device: str) -> Job:
     command = [sys.executable, __file__, "--worker", json.dumps(config.__dict__), "--device", device, "--way"]
     processes = [
         subprocess.Popen([*command, way], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for way in ways
     ]
-    sources = [answers(process) for process in processes]
-    rows = [
-        {"way": way, **(next(source, None) or {"error": "no answer"})}
-        for way, source in zip(ways, sources, strict=True)
-    ]
-    turns: list[list[dict[str, Any]]] = [[] for _ in ways]
+    return Job(processes, [answers(process) for process in processes], [{"way": way} for way in ways])
+
+
+def await_start(job: Job) -> None:
+    """A way that fails has an error in its row."""
+    for source, row in zip(job.sources, job.rows, strict=True):
+        row.update(next(source, {"error": "no answer"}))
+    reference = job.rows[0].get("loss", float("nan"))
+    for row in job.rows:
+        if not abs(row.get("loss", reference) - reference) <= MOST_LOSS_ERROR * abs(reference):
+            row["error"] = f"loss {row['loss']:.4f} for {reference:.4f}"
+
+
+def take_turns(job: Job) -> list[dict[str, Any]]:
+    """The rows with the medians of the turns."""
+    turns: list[list[dict[str, Any]]] = [[] for _ in job.rows]
     for _ in range(ROUNDS):
-        for process, source, own, row in zip(processes, sources, turns, rows, strict=True):
+        for process, source, own, row in zip(job.processes, job.sources, turns, job.rows, strict=True):
             if "error" not in row:
                 assert process.stdin is not None
                 process.stdin.write("\n")
                 process.stdin.flush()
                 own.append(next(source))
-    for process, own, row in zip(processes, turns, rows, strict=True):
+    for process, own, row in zip(job.processes, turns, job.rows, strict=True):
         process.communicate()
         if own:
             row["ms"] = statistics.median(turn["ms"] for turn in own)
             row["peak_gb"] = max(turn["peak_bytes"] for turn in own) / 1e9
-    reference = rows[0].get("loss")
-    for row in rows:
-        if "loss" in row and abs(row["loss"] - reference) > MOST_LOSS_ERROR * abs(reference):
-            row["error"] = f"loss {row['loss']:.4f} for {reference:.4f}"
-    return rows
+    return job.rows
 
 
 def table(config: Config, rows: list[dict[str, Any]]) -> str:
@@ -221,7 +235,10 @@ def main() -> None:
         return
     ways = [EAGER, COMPILED, OURS, *(f"{OURS}, {extra}" for extra in args.extra)]
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    tables = {str(c): measured(c, ways, args.device) for c in CONFIGS if args.only in str(c)}
+    jobs = {str(config): started(config, ways, args.device) for config in CONFIGS if args.only in str(config)}
+    for job in jobs.values():
+        await_start(job)
+    tables = {name: take_turns(job) for name, job in jobs.items()}
     if args.json:
         print(json.dumps({"device": device, "torch": torch.__version__, "rows": tables}))
         return
