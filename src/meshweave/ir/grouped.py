@@ -98,8 +98,10 @@ def _groups_of_kernel(
         return []
     if ends.dim() == 1 or ends.shape[0] == 1:
         line = ends.reshape(-1)
-        first = line[first_expert - 1].clamp(min=first_row) if first_expert else first_row
-        return [(slice(None), _stops(line[first_expert : first_expert + num_experts] - first, x.shape[0]))]
+        own = line[first_expert : first_expert + num_experts]
+        if first_expert or first_row:
+            own = own - (line[first_expert - 1].clamp(min=first_row) if first_expert else first_row)
+        return [(slice(None), _stops(own, x.shape[0]))]
     if num_experts < ends.shape[1] or x.shape[0] != ends.shape[0] * block_rows:
         return []  # own rows of several blocks: only the run knows where a block begins
     starts = range(0, x.shape[0], block_rows)
