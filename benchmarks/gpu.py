@@ -3,10 +3,10 @@
     python benchmarks/gpu.py [--json] [--only llama] [--extra backend=eager] [--extra recompute=pointwise]
 
 Every way to train is a process of its own. All start at once; then those of a configuration take turns, a few steps
-without a synchronisation between them, and the median of the turns counts. Times are those of the whole step (forward, backward,
-update) in milliseconds, memory is the most that PyTorch's allocator had in use during the turns, starts include
-compilation while other ways compile. `predicted` is the simulated time with the device's own built-in profile. Further
-rows of meshweave are asked for by arguments of mw.compile.
+without a synchronisation between them, and the median of the turns counts. Times are those of the whole step (forward,
+backward, update) in milliseconds, memory is the most that PyTorch's allocator had in use during the turns, starts
+include compilation while other ways compile. `predicted` is the simulated time with the device's own built-in profile.
+Further rows of meshweave are asked for by arguments of mw.compile.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Value
-from meshweave.runtime.executor import FORWARD, Compiled, SerialExecutor, TaskRecorder, compile_tasks, evaluate
+from meshweave.runtime.executor import FORWARD, Compiled, TaskRecorder, compile_tasks, evaluate
+from meshweave.runtime.serial import SerialExecutor
 from meshweave.simulate.classify import work_of
 
 MOST_MEDIANS = 3.0

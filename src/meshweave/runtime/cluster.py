@@ -25,8 +25,9 @@ from meshweave.ir.rank import RankGraph
 from meshweave.runtime.allocator import keep_freed_memory
 from meshweave.runtime.calls import calls_of_job, has_failed_world
 from meshweave.runtime.collectives import Group
-from meshweave.runtime.executor import Compiled, Executor, Meter, SerialExecutor
+from meshweave.runtime.executor import Compiled, Executor, Meter
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost
+from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.watch import LINGER, Watch
 from meshweave.runtime.world import LocalWorld, World, check_virtual_devices, checked_device
 

@@ -15,7 +15,8 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.executor import Alone, Compiled, Executor, Meter, SerialExecutor
+from meshweave.runtime.executor import Compiled, Executor, Meter
+from meshweave.runtime.serial import Alone, SerialExecutor
 from meshweave.runtime.virtual import LocalExecutor
 
 

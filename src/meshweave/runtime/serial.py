@@ -1,0 +1,124 @@
+"""The runner of a process that has a single device: its tasks in order, its communications through a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from meshweave.errors import MeshweaveError
+from meshweave.ir.rank import RankGraph
+from meshweave.runtime.executor import (
+    After,
+    Compiled,
+    Env,
+    Meter,
+    Task,
+    TaskRecorder,
+    environment,
+    failed,
+    fill,
+    finish,
+    perform,
+    report_value,
+)
+from meshweave.runtime.straight_line import Run, straight_line
+
+
+class Communicator(Protocol):
+    """Runs the communications of the only device of a process."""
+
+    recorder: TaskRecorder | None
+
+    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
+        """Begin a collective or a transfer. `args` are those of the node without its operand, whose memory may be
+        written if it is owned: nothing else reads it."""
+        ...
+
+    def wait(self, started: Any) -> Any:
+        """The finished value of a start; None if this device receives nothing."""
+        ...
+
+
+@dataclass(slots=True)
+class Alone:
+    """The communicator of a mesh of a single device, whose groups have that member alone."""
+
+    recorder: TaskRecorder | None = None
+
+    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
+        return operand
+
+    def wait(self, started: Any) -> Any:
+        return started
+
+
+@dataclass(slots=True)
+class SerialExecutor:
+    """Runs the tasks of one device in order, its communications through a communicator."""
+
+    compiled: Compiled
+    device: int
+    communicator: Communicator
+    meter: Meter | None = None
+    _fresh: Env = field(init=False)
+    _env: Env = field(default_factory=list)
+    _recorder: TaskRecorder | None = None
+    _codes: dict[int, Run] = field(default_factory=dict)  # of the parts that have run
+
+    def __post_init__(self) -> None:
+        self._fresh = environment(self.compiled, self.device)
+
+    def record(self, recorder: TaskRecorder | None) -> None:
+        self._recorder = self.communicator.recorder = recorder
+
+    def environment(self) -> list[Env]:
+        return [list(self._fresh)]
+
+    def begin(self, envs: list[Env]) -> None:
+        (self._env,) = envs
+
+    def end(self) -> None:
+        self._env = []
+
+    def run(self, part: int, after: After | None = None) -> None:
+        env, recorder = self._env, self._recorder
+        if recorder is None and self.meter is None:
+            with torch.no_grad():
+                self._code(part)(env, after)
+            return
+        if recorder is not None:
+            recorder.part_begins()
+        with torch.no_grad():
+            for task in self.compiled.tasks[part]:
+                began = None if recorder is None else recorder.mark()
+                self._run(task, env)
+                if recorder is not None:
+                    recorder.ran(0, task, began)
+                if self.meter is not None:
+                    report_value(self.meter, task, env, 0)
+                finish(task, env, 0, self.meter, after, self.compiled)
+
+    def _code(self, part: int) -> Run:
+        if part not in self._codes:
+            self._codes[part] = straight_line(self.compiled.tasks[part], self.device, self._run)
+        return self._codes[part]
+
+    def _run(self, task: Task, env: Env) -> None:
+        if task.is_wait:
+            env[task.out] = self.communicator.wait(env[task.args[0].index])
+        elif task.is_start:
+            env[task.out] = self._started(task, env)
+        else:
+            perform(task, env, self.device)
+
+    def _started(self, task: Task, env: Env) -> Any:
+        operand, *rest = (fill(a, env) for a in task.args)
+        try:
+            return self.communicator.start(self.compiled.graph, task.function, operand, rest, task.owns_operand)
+        except MeshweaveError:
+            raise
+        except Exception as error:
+            raise failed(task, f"over {rest[-1]} failed", error) from error
