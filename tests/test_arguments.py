@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import meshweave as mw
+from meshweave.build import Target, build_program
+from meshweave.capture.step import CaptureOptions, StepSource
+from meshweave.runtime.process_groups import check_sends_from_gpu
 from meshweave.sharding.resolve import batch_axes
 
 
@@ -84,6 +88,8 @@ BAD: list[tuple[dict[str, Any], type[mw.MeshweaveError], str]] = [
     ({"plan": {"up": "[{dp}, {}]"}}, mw.PlanError, "not a plan"),
     ({"passes_seconds": "60"}, mw.PlanError, "not a number of seconds"),
     ({"passes_seconds": float("nan")}, mw.PlanError, "not a number of seconds"),
+    ({"shapes": 5}, mw.PlanError, "takes a list of batches"),
+    ({"shapes": {"input": 5}}, mw.PlanError, "takes a list of batches"),
     ({"device": "meta"}, mw.MeshError, "cannot run on this device"),
     ({"device": "cuda:99"}, mw.MeshError, "cannot run on this device"),
     ({"device": "gpu"}, mw.MeshError, "cannot run on this device"),
@@ -162,3 +168,18 @@ def test_parameters_that_no_optimizer_has_are_named(caplog: pytest.LogCaptureFix
     loss = lambda out, batch: out.sum()  # noqa: E731
     mw.compile(model, loss=loss, example=(torch.ones(2, 3),), optimizer=optimizer, mesh="dp=2")
     assert "1 parameters require gradients, but are in no group of the optimizer (bias)" in caplog.text
+
+
+def test_a_mesh_that_is_too_large_to_be_proven() -> None:
+    model = nn.Linear(2, 2)
+    target = Target(mw.Mesh("dp=100000"), None, mw.AlphaBeta())
+    source = StepSource(model, lambda out, batch: out.sum())
+    with pytest.raises(mw.MeshError, match="too large to be planned") as raised:
+        build_program(source, {"input": torch.ones(2, 2)}, None, target, CaptureOptions())
+    assert raised.value.got == "100,000 devices"
+
+
+@pytest.mark.parametrize(("config", "is_refused"), [("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", False)])
+def test_gloo_sends_nothing_from_a_gpu(config: str, is_refused: bool) -> None:
+    with pytest.raises(mw.StepError, match="NCCL for CUDA") if is_refused else nullcontext():
+        check_sends_from_gpu(config)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshweave.build import Target, build_program
 from meshweave.calibrate import costs_for
-from meshweave.capture.batch import Batch, call_model
+from meshweave.capture.batch import Batch, call_model, listed_batches
 from meshweave.capture.guards import check_autocast, check_loss, check_new_tensors, check_not_compiled, check_shapes
 from meshweave.capture.optimizer_several import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
@@ -355,4 +355,5 @@ def compile(
     Raises MeshError, PlanError, CaptureError or RuleError, each with the offending line or name.
     """
     arguments = locals()
-    return CompileOptions(**arguments | {"optimizer": optimizer_of(optimizer), "shapes": tuple(shapes)}).compiled()
+    changed = {"optimizer": optimizer_of(optimizer), "shapes": listed_batches(shapes)}
+    return CompileOptions(**arguments | changed).compiled()

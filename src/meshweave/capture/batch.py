@@ -139,6 +139,19 @@ def _entry_text(name: str) -> str:
     return "" if name == "batch" else f"item {name} " if name[0].isdigit() else f"{name} "
 
 
+def listed_batches(shapes: Any) -> tuple[Any, ...]:
+    """The batches of `shapes=`. Raises PlanError unless they are listed."""
+    if not isinstance(shapes, (list, tuple)):
+        raise PlanError(
+            "shapes= takes a list of batches",
+            where="shapes=",
+            got=type(shapes).__name__,
+            expected="a list or tuple of batches like example=",
+            hint="shapes=[batch], also for a single further batch",
+        )
+    return tuple(shapes)
+
+
 def batch_size(shapes: Iterable[torch.Size | tuple[int, ...]]) -> int | None:
     """Size of dim 0 of the first tensor of a batch that has dims."""
     return next((shape[0] for shape in shapes if len(shape)), None)

@@ -45,6 +45,17 @@ ONE_ROUND_BYTES = 1 << 20
 ONE_ROUND_BYTES_OF_PAIRS = 1 << 22
 
 
+def check_sends_from_gpu(config: str) -> None:
+    """StepError if the backend of CUDA tensors cannot send them, given torch's text of the backends of a job."""
+    if "cuda:gloo" in config:
+        raise StepError(
+            "Gloo cannot send from the memory of a GPU, as stages (pp), rings (cp) and decomposed collectives do",
+            got=f"backends {config}",
+            expected="NCCL for CUDA",
+            hint='dist.init_process_group("nccl"), or device="cpu"; dp, fsdp and tp run over Gloo, too',
+        )
+
+
 class ConnectionLost(StepError):
     """A collective that was interrupted. The rank that failed first knows the cause."""
 
@@ -195,6 +206,7 @@ class ClusterCommunicator:
             buffers.append(part)
         works: tuple[Any, ...]
         if self.is_native and calls:
+            check_sends_from_gpu(str(dist.get_backend_config()))
             works = tuple(dist.batch_isend_irecv([dist.P2POp(call, part, peer) for call, part, peer in calls]))
         else:
             sent_bytes = sum(part.nbytes for part in buffers)
@@ -228,6 +240,7 @@ class ClusterCommunicator:
         out, source = torch.empty_like(x), receivers.index(own)
         if group.messages is not None:
             return Pending(group.begin([(source, out)], [(receivers[own], x)]), (x, out), lambda: out)
+        check_sends_from_gpu(str(dist.get_backend_config()))
         ends = [(dist.irecv, out, source), (dist.isend, x, receivers[own])]
         posts = [
             dist.P2POp(call, bytes_of(part), None, group.process_group, 0, group.order[peer])
