@@ -93,7 +93,7 @@ class Session:
         kept |= {"grad"} if self.settings.keep_gradients else set()
         self.ranks = self._compiled(kept, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
-        self._constants = {n: x.to(self.world.device) for r in self.roles for n, x in r.constants.items()}
+        self._constants = {n: x.to(self.world.device) for r in self.ranks for n, x in r.graph.constants.items()}
         if self.settings.accumulate > 1:  # earlier microbatches have their own tasks, and pass on other values
             early = self._compiled({"loss", "buffer", "acc"}, False, has_regions)
             self._early: Executor = self.world.executor(self.roles, early, meter)
