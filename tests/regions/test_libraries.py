@@ -159,7 +159,7 @@ def test_training_with_onednn(mesh: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert ops_that_run(step) & {MM, ONEDNN_MM}
     assert not ops_that_run(eager) & {MM, ONEDNN_MM}
     assert not ops_that_run(other) & {MM, ONEDNN_MM}
-    assert by_aten == pytest.approx(expected, rel=1e-6)
+    assert by_aten == pytest.approx(expected, rel=1e-5)
 
 
 @needs_onednn
