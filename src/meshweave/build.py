@@ -32,6 +32,7 @@ from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
 from meshweave.rows.blocks import in_blocks
 from meshweave.rows.ends import share_ends
+from meshweave.rows.tables import by_expert
 from meshweave.schedule.order import without_collector
 from meshweave.sharding.assign import Price
 from meshweave.sharding.balance import balanced, takes_heads
@@ -117,6 +118,7 @@ def build_program(
 
     def built(step: StepGraph, pipeline: Pipeline) -> Program:
         homes_of = partial(map_devices, modules=resolved.homes, mesh=mesh)
+        step = by_expert(step, resolved.stacked(mesh))
         step = share_ends(in_blocks(step, mesh.flat_size(resolved.data_axes(mesh))), homes_of)
         placement = decide(resolved, step, mesh, units, homes_of(step))
         placement = placement if like is None else placement.keeping(like.placement)
