@@ -32,6 +32,8 @@ _CHOICES = {aten.topk.default: 2, aten.max.dim: 1, aten.min.dim: 1}
 def by_expert(step: StepGraph, tables: Collection[str]) -> StepGraph:
     """The step with lookups in the parameters `tables` [experts, ...], and sums that are their gradients, as ops by
     expert; the step itself if there are none."""
+    if not tables or not any(n.target in BY_ROWS for n in step.graph.nodes):
+        return step
     graph = copied_graph(step.graph)
     names = {
         n: i.name for n, i in zip(graph.find_nodes(op="placeholder"), step.inputs, strict=True) if i.kind == "param"
@@ -39,7 +41,7 @@ def by_expert(step: StepGraph, tables: Collection[str]) -> StepGraph:
     ends = {n.args[-1]: counted_before(n.args[-1]) for n in graph.nodes if n.target in BY_ROWS}
     known = {(numbers_of(ids), spec_of(e).shape[0]): e for e, ids in reversed(ends.items()) if ids is not None}
     looked_up: set[fx.Node] = set()
-    for node in list(graph.nodes) if known else ():
+    for node in list(graph.nodes):
         at = row_index(node) if node.target in (aten.index.Tensor, aten.index_put.default) else None
         count = spec_of(node.args[0]).shape[0] if at is not None else 0
         numbers = sorted_numbers(at) if at is not None else None
@@ -51,6 +53,7 @@ def by_expert(step: StepGraph, tables: Collection[str]) -> StepGraph:
             _replace(node, _lookup(node, stops))
         elif node.target is aten.index_put.default and at in looked_up and _is_sum(node):
             _replace(node, _sum(node, stops))
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     return verify_step(replace(step, graph=graph)) if looked_up else step
 
 
