@@ -31,6 +31,8 @@ from meshweave.passes.accumulate import accumulated
 from meshweave.passes.pipeline import optimize
 from meshweave.program import Program
 from meshweave.rows.blocks import in_blocks
+from meshweave.rows.ends import share_ends
+from meshweave.rows.tables import by_expert
 from meshweave.schedule.order import without_collector
 from meshweave.sharding.assign import Price
 from meshweave.sharding.balance import balanced, takes_heads
@@ -115,8 +117,10 @@ def build_program(
     units = infer_units(captured)
 
     def built(step: StepGraph, pipeline: Pipeline) -> Program:
-        step = in_blocks(step, mesh.flat_size(resolved.data_axes(mesh)))
-        placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
+        homes_of = partial(map_devices, modules=resolved.homes, mesh=mesh)
+        step = by_expert(step, resolved.stacked(mesh))
+        step = share_ends(in_blocks(step, mesh.flat_size(resolved.data_axes(mesh))), homes_of)
+        placement = decide(resolved, step, mesh, units, homes_of(step))
         placement = placement if like is None else placement.keeping(like.placement)
 
         def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:

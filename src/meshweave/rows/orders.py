@@ -202,26 +202,27 @@ def _counts_up(node: fx.Node, size: int) -> bool:
 # how many rows each expert has
 
 
-def _histogram(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+def counted(node: fx.Node) -> fx.Node | None:
+    """The numbers of which a node counts how many are 0, 1, ...: by a histogram, or by a sum over rows of whether they
+    equal each; None for other nodes."""
     args: Any = node.args
-    is_count = len(args) == 4 and args[2] == 0 and args[3] == args[1] - 1
-    return _counts(node, node.args[0], end, cut) if is_count else None
-
-
-def _sum(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
-    """The sum over rows of whether they equal 0, 1, ..."""
-    equal, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
-    if not isinstance(equal, fx.Node) or equal.target is not aten.eq.Tensor or dims != [0] or len(node.args) > 2:
-        return None
-    wide, numbers = equal.args
+    if node.target is aten.histc.default:
+        return args[0] if len(args) == 4 and args[2] == 0 and args[3] == args[1] - 1 else None
+    is_sum = node.target is aten.sum.dim_IntList and args[1:] == ([0],) and args[0].target is aten.eq.Tensor
+    wide, numbers = args[0].args if is_sum else (None, None)
     is_one_hot = (
         isinstance(wide, fx.Node)
         and isinstance(numbers, fx.Node)
         and _counts_up(numbers, spec_of(node).shape[0])
-        and spec_of(wide).shape == (*spec_of(equal).shape[:1], 1)
-        and len(spec_of(equal).shape) == 2
+        and spec_of(wide).shape == (*spec_of(args[0]).shape[:1], 1)
+        and len(spec_of(args[0]).shape) == 2
     )
-    return _counts(node, wide, end, cut) if is_one_hot else None
+    return wide if is_one_hot else None
+
+
+def _count(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
+    ids = counted(node)
+    return None if ids is None else _counts(node, ids, end, cut)
 
 
 def _counts(node: fx.Node, ids: Any, end: End, cut: Cut) -> RowRule | None:
@@ -247,6 +248,30 @@ def _running(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 def _same_counts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     is_exact = isinstance(cut, Counted) and not end.is_result and spec_of(node).dtype in _EXACT
     return RowRule((cut,), (cut,)) if is_exact else None
+
+
+def counted_before(ends: fx.Node) -> fx.Node | None:
+    """The numbers of which a value counts how many are at most 0, 1, ..., exactly; None for other values."""
+    running = _uncast(ends)
+    is_running = running.target is aten.cumsum.default and spec_of(running).dtype in _EXACT
+    counts = _uncast(running.args[0]) if is_running else None
+    is_exact = counts is not None and spec_of(counts).dtype in _EXACT and len(spec_of(counts).shape) == 1
+    return counted(counts) if counts is not None and is_exact else None
+
+
+def _uncast(value: Any) -> fx.Node:
+    while value.target in CASTS and spec_of(value).dtype in _EXACT:
+        value = value.args[0]
+    node: fx.Node = value
+    return node
+
+
+def sorted_numbers(value: fx.Node) -> fx.Node | None:
+    """The numbers that a value has in ascending order; None for other values."""
+    sort: Any = value.args[0] if value.target is operator.getitem and value.args[1] == 0 else None
+    if sort is None or sort.target not in _SORTS or len(spec_of(value).shape) != 1 or is_descending(sort):
+        return None
+    return numbers_of(value)
 
 
 def numbers_of(value: Any) -> fx.Node:
@@ -287,8 +312,7 @@ _TABLE: Mapping[Any, Callable[[fx.Node, End, Cut], RowRule | None]] = {
     **dict.fromkeys((aten.index.Tensor, aten.index_select.default), _lookup),
     **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), _put),
     aten.arange.start_step: _numbers,
-    aten.histc.default: _histogram,
-    aten.sum.dim_IntList: _sum,
+    **dict.fromkeys((aten.histc.default, aten.sum.dim_IntList), _count),
     aten.cumsum.default: _running,
     **dict.fromkeys(CASTS, _same_counts),
     **dict.fromkeys((ours.grouped_mm.default, ours.grouped_outer.default), _of_experts),

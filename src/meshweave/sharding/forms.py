@@ -42,9 +42,10 @@ def due_at_casts(due: Mapping[fx.Node, list[Due]]) -> dict[fx.Node, list[Due]]:
 @dataclass(slots=True)
 class Forms:
     """Which nodes of a captured step are computed on demand, and which are forms (casts and views) of a parameter.
-    `items`: its inputs."""
+    `items`: its inputs. `placed_once`: values that are not computed on demand because other values name them."""
 
     items: Mapping[fx.Node, Input]
+    placed_once: frozenset[fx.Node] = frozenset()
     on_demand: dict[fx.Node, bool] = field(default_factory=dict)
     random: dict[fx.Node, bool] = field(default_factory=dict)
     of_parameter: dict[fx.Node, bool] = field(default_factory=dict)
@@ -53,7 +54,8 @@ class Forms:
         """Whether a value has no tensor inputs, or is pointwise of such values and scalars: any piece of it can be
         computed alone."""
         if node not in self.on_demand:
-            self.on_demand[node] = node.target in FACTORIES or node.target in RANDOM or self._spreads(node)
+            is_made = node.target in FACTORIES or node.target in RANDOM or self._spreads(node)
+            self.on_demand[node] = is_made and node not in self.placed_once
         return self.on_demand[node]
 
     def _spreads(self, node: fx.Node) -> bool:

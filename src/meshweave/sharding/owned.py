@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Spec, StepGraph, copy_meta, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, StepGraph, copy_meta, row_index, spec_of, tensor_inputs
 from meshweave.ir.grouped import BY_ROWS, key_of
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.ops import move
@@ -66,12 +66,10 @@ def expert_axes(step: StepGraph, forms: Forms, used: Mapping[str, Layout]) -> fr
 def lookup_cut(node: fx.Node, layouts: Sequence[Layout], used_axes: frozenset[str]) -> tuple[Layout, ...]:
     """A good layout for a lookup of rows: its positions are cut like the rows that it reads, except over the axes
     `used_axes`. Else every device would look up, and keep processing, all rows."""
-    if node.target is not aten.index.Tensor or not layouts or not layouts[0].dims:
+    if node.target not in (aten.index.Tensor, aten.index_select.default) or not layouts or not layouts[0].dims:
         return ()
-    indices: Any = node.args[1]
-    is_rows = len(indices) == 1 and spec_of(indices[0]).dtype != torch.bool and len(spec_of(indices[0]).shape) == 1
     axes = tuple(a for a in layouts[0].dims[0].axes if a not in used_axes)
-    if not is_rows or not axes:
+    if row_index(node) is None or not axes:
         return ()
     rank = len(spec_of(node).shape)
     return (Layout(layouts[0].mesh, (DimSharding(axes), *(DimSharding(),) * (rank - 1))),)
@@ -89,10 +87,11 @@ def narrow_rows(graph: fx.Graph) -> None:
 
 
 def _entered_before(graph: fx.Graph, enter: fx.Node) -> list[fx.Node]:
-    """Make the operands of an op owned instead of its result; returns the nodes that now enter, or nothing."""
-    if not enter.users:  # combined with another value
-        return []
+    """Make the operands of an op owned instead of its result; returns the nodes that now enter, or nothing. Integers,
+    such as positions, stay whole: they are small, and a dispatch reads from them which rows a device needs."""
     value, ends, dim = _operands(enter)
+    if not enter.users or spec_of(value).is_integer:  # no users: combined with another value
+        return []
     layout: Layout = enter.meta["layout"]
     is_read_by_others = any(
         user.target is not enter.target or user.meta["layout"] != layout or user.args[1] is not ends

@@ -76,9 +76,9 @@ class _Placer:
     def run(self) -> StepGraph:
         self.items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
         outputs = list(zip(self.step.outputs, self.step.output_values, strict=True))
-        self.forms = Forms(self.items)
-        self.sums = Sums(self.step, self.placement.accumulate_in)
         self.ends = ends_by_key(self.step)
+        self.forms = Forms(self.items, frozenset(self.ends.values()))
+        self.sums = Sums(self.step, self.placement.accumulate_in)
         self.expert_axes = expert_axes(self.step, self.forms, self.placement.used)
         for (kind, name), value in outputs:
             if kind in ("grad", "loss", "buffer", "output"):

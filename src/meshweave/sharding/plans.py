@@ -193,6 +193,11 @@ class Resolved:
         in_order = (axis for axis in mesh.axis_names if axis in self.batch_axes)
         return tuple(takewhile(lambda axis: axis not in sharding, in_order))
 
+    def stacked(self, mesh: Mesh) -> frozenset[str]:
+        """The parameters whose dim 0 is sharded by name: among them those that are stacked over experts."""
+        axes = {axis for axis in mesh.axis_names if mesh.size(axis) > 1}
+        return frozenset(name for name, dims in self.shards.items() if any(dims.get(axis) == 0 for axis in axes))
+
     def shard(self, param: str, axis: str, dim: int | None, where: str) -> None:
         """Record that `axis` shards `dim` of a parameter (None: leaves it whole). PlanError if another entry says
         otherwise."""

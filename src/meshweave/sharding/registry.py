@@ -29,7 +29,7 @@ class Row:
 TABLE: dict[Any, Row] = {}
 
 # Rewrites of ops that take any number of rows, or whose rule names the factors along which they do not.
-_BY_ROWS = frozenset({"", "shape", "index", "index_put", "block_index", "block_put"})
+_BY_ROWS = frozenset({"", "shape", "index", "index_select", "index_put", "block_index", "block_put"})
 
 
 def _placed(rule: RuleFunction, node: fx.Node) -> Rule:

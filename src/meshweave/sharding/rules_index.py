@@ -91,13 +91,15 @@ def _scatter(node: fx.Node, whole: bool = False) -> Rule:
 
 
 def _index_select(node: fx.Node) -> Rule:
+    """The positions are free, and devices may look up only their own; a cut of the indexed dim gives partial sums."""
     x, index = (spec_of(n).shape for n in tensor_inputs(node))
     build = RuleBuilder()
     dims = build.dims(x)
     at = build.factor(index[0] if index else 1)
     dim = argument(node, 1) % len(x)
     result = [(at,) if d == dim else f for d, f in enumerate(dims)]
-    return build.rule([dims, [(at,)] if index else []], [result], sums({0}))
+    rule = build.rule([dims, [(at,)] if index else []], [result], sums({0}))
+    return replace(rule, placed=frozenset(dims[dim]))
 
 
 add(aten.gather.default, _gather, localize="gather")
