@@ -117,10 +117,8 @@ def build_program(
     units = infer_units(captured)
 
     def built(step: StepGraph, pipeline: Pipeline) -> Program:
-        homes_of = partial(map_devices, modules=resolved.homes, mesh=mesh)
-        step = by_expert(step, resolved.stacked(mesh))
-        step = share_ends(in_blocks(step, mesh.flat_size(resolved.data_axes(mesh))), homes_of)
-        placement = decide(resolved, step, mesh, units, homes_of(step))
+        step = _with_rows(step, resolved, mesh)
+        placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
         placement = placement if like is None else placement.keeping(like.placement)
 
         def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
@@ -161,6 +159,13 @@ def _check_size(mesh: Mesh) -> None:
             hint="plan a smaller mesh with the same axes: a device computes and sends about as much for any number of "
             "data-parallel devices",
         )
+
+
+def _with_rows(step: StepGraph, resolved: Resolved, mesh: Mesh) -> StepGraph:
+    """The step with its ops on rows of experts in forms that devices can share: lookups by expert, rows in blocks, and
+    equal ends as a single value."""
+    step = in_blocks(by_expert(step, resolved.stacked(mesh)), mesh.flat_size(resolved.data_axes(mesh)))
+    return share_ends(step, partial(map_devices, modules=resolved.homes, mesh=mesh))
 
 
 def _recompute_policy(pipeline: Pipeline) -> str:
