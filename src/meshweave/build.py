@@ -145,8 +145,7 @@ def build_program(
             sequence=sequence,
         )
 
-    num_devices = mesh.flat_size(tuple(axis for axis in mesh.axis_names if axis in resolved.batch_axes))
-    return built_in_chunks(built, step, pipeline, costs, num_devices)
+    return built_in_chunks(built, step, pipeline, costs, mesh.flat_size(resolved.cutting_batch(mesh)))
 
 
 def _check_size(mesh: Mesh) -> None:

@@ -186,12 +186,15 @@ class Resolved:
     named: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
 
+    def cutting_batch(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes that cut the batch, the outermost first."""
+        return tuple(axis for axis in mesh.axis_names if axis in self.batch_axes)
+
     def data_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The outermost axes that cut the batch and, by name, no parameter: each of their devices has a contiguous part
         of the batch, and all experts between those that share it."""
         sharding = {axis for dims in self.shards.values() for axis, dim in dims.items() if dim >= 0}
-        in_order = (axis for axis in mesh.axis_names if axis in self.batch_axes)
-        return tuple(takewhile(lambda axis: axis not in sharding, in_order))
+        return tuple(takewhile(lambda axis: axis not in sharding, self.cutting_batch(mesh)))
 
     def stacked(self, mesh: Mesh) -> frozenset[str]:
         """The parameters whose dim 0 is sharded by name: among them those that are stacked over experts."""
