@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,7 @@ class TrainStep:
         """
         with self._call("step" if accumulate is None else f"step(accumulate={accumulate})", batch) as checked:
             variant, micros, numbers = self._prepared(checked, accumulate)
-            loss = variant.session.run(micros, numbers)
-            self._stepped(variant)
+            loss = variant.session.run(micros, numbers, partial(self._stepped, variant))
         return loss_value(loss)
 
     def trace(self, batch: Any) -> Simulation:
@@ -126,8 +126,8 @@ class TrainStep:
         with self._call("trace", batch) as checked:
             variant, micros, numbers = self._prepared(checked)
             tokens = tokens_of(variant.program.captured) * len(micros)
-            timeline = variant.session.trace(micros, numbers, tokens=tokens)
-            self._stepped(variant)
+            done = partial(self._stepped, variant)
+            timeline = variant.session.trace(micros, numbers, tokens=tokens, done=done)
         return timeline
 
     def wait_for_compiler(self) -> None:
@@ -177,8 +177,7 @@ class TrainStep:
     def update(self) -> None:
         """New parameters and optimizer state, after every microbatch's backward."""
         with self.session.world.call(_PARTS):
-            self.session.update(self._numbers())
-            self._stepped(self.variants.first)
+            self.session.update(self._numbers(), partial(self._stepped, self.variants.first))
 
     @contextmanager
     def _call(self, name: str, batch: Any) -> Iterator[Batch]:

@@ -387,7 +387,10 @@ def test_an_interrupt_during_the_update_waits_for_its_end() -> None:
     assert_same(everything(step), everything(twin))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     step.session.executor.meter = None
-    assert step(data[1]) == twin(data[1])
+    for batch in data[1:]:
+        assert step(batch) == twin(batch)
+        assert_same(everything(step), everything(twin))  # the optimizer has counted the interrupted step
+    assert step.metrics == twin.metrics
 
 
 def test_an_interrupt_during_the_update_goes_to_the_handler_of_the_program() -> None:

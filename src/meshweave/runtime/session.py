@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ from meshweave.runtime.uploads import numbers_on
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 
+Done = Callable[[], None] | None
 # The user's calls that return full tensors of each kind.
 _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state", "grad": "gradients"}
 
@@ -139,16 +140,16 @@ class Session:
 
     # running
 
-    def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float]) -> Tensor:
+    def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float], done: Done = None) -> Tensor:
         """Run a step over its microbatches; the loss is their mean. `numbers` are those of the optimizer
-        (`capture.optimizer_steps.StepNumbers`).
+        (`capture.optimizer_steps.StepNumbers`). `done()` is called once the step is taken; Ctrl-C waits for its end.
         Raises StepError when the loss is not finite, before anything is updated."""
         self.progress.check_idle("a whole step")
         with self.world.guard():
             for batch in micros:
                 self.forward(batch)
                 self.backward()
-            self.update(numbers)
+            self.update(numbers, done)
         return self.values["loss"].clone()
 
     def trace(
@@ -157,6 +158,7 @@ class Session:
         numbers: Mapping[str, float],
         devices: Sequence[int] = (),
         tokens: int = 0,
+        done: Done = None,
     ) -> Simulation:
         """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the records of all ranks."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
@@ -172,7 +174,7 @@ class Session:
             for executor in self._executors:
                 executor.record(recorder)
             try:
-                self.run(micros, numbers)
+                self.run(micros, numbers, done)
             finally:
                 self.executor.meter = held_meter
                 for executor in self._executors:
@@ -213,17 +215,21 @@ class Session:
             if not self._is_last:
                 self._running.end()
 
-    def update(self, numbers: Mapping[str, float]) -> None:
-        """New parameters and optimizer state, after every microbatch of the step has run backward."""
+    def update(self, numbers: Mapping[str, float], done: Done = None) -> None:
+        """New parameters and optimizer state, after every microbatch of the step has run backward. See `run`."""
         self.progress.check("update")
         with self._attempt("update"):
             if self.settings.check_finite:
                 check_finite([loss.number() for loss in self._losses], self.state.num_steps + 1)
-            self._update(numbers)
-            if self.settings.keep_gradients:
-                self._gradients = self._held("grad")
-            has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
-            self.values = {"loss": mean_of(self._losses), **({"grad_norm": self._value("norm")} if has_norm else {})}
+            with uninterrupted():
+                self._update(numbers)
+                if self.settings.keep_gradients:
+                    self._gradients = self._held("grad")
+                has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
+                norm = {"grad_norm": self._value("norm")} if has_norm else {}
+                self.values = {"loss": mean_of(self._losses), **norm}
+                if done is not None:
+                    done()
         self._let_go()
 
     def evaluate(self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -335,14 +341,13 @@ class Session:
         scalars = numbers_on(self.world.device, numbers, torch.float64)
         update = Update(self.state, self.bindings, self.ranks, self._envs, scalars)
         buffers = [(key, v) for left in self._between for key, v in left.items() if key[0] == "buffer"]
-        with uninterrupted():
-            update.begin()
-            self.executor.run(UPDATE, update.commit)
-            update.finish(buffers)
-            self.bindings.publish(self.state, self._lasting_outputs)
-            self.carries.keep(self.state, self.ranks, self._envs)
-            self.state.num_steps += 1
-            self.state.torn = False
+        update.begin()
+        self.executor.run(UPDATE, update.commit)
+        update.finish(buffers)
+        self.bindings.publish(self.state, self._lasting_outputs)
+        self.carries.keep(self.state, self.ranks, self._envs)
+        self.state.num_steps += 1
+        self.state.torn = False
 
     # reading values
 
