@@ -72,7 +72,7 @@ class TrainStep:
         for name, (tensors, _) in rests.items():
             session.state.rest(name, tensors)
         session.bindings.bind(session.state, model, optimizer)
-        guards = Guards(program.contract, program.options.autocast, session.bindings.replace)
+        guards = Guards(program.contract, program.options.autocast, session.bindings.follow)
         first = Variant(program, session, guards, set(), rows_check(program, world))
         self.variants = Variants(model, first, shapes or ShapeOptions())
         self._last = first

@@ -3,7 +3,7 @@ to them count in the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,6 +95,8 @@ class Bindings:
     world: World
     bound: dict[Key, Bound] = field(default_factory=dict)
     written: dict[Key, None] = field(default_factory=dict)  # taken over, but not yet compared over ranks
+    model: nn.Module | None = None
+    keys: dict[Key, Key] = field(default_factory=dict)  # by kind and any name of a tensor; tied tensors have several
 
     def bind(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Bind the parameters and buffers of `model` to a filled state. All processes call it.
@@ -102,8 +104,10 @@ class Bindings:
         On a cluster parameters become DTensors if any of them is sharded: all of them, because hardly any op of PyTorch
         mixes plain tensors and DTensors. Values that DTensor cannot express stay whole on every rank.
         """
-        named: dict[Key, Tensor] = {("param", n): p for n, p in model.named_parameters()}
-        named |= {("buffer", n): b for n, b in model.named_buffers()}
+        self.model, named, known = model, dict[Key, Tensor](), dict[int, Key]()
+        for key, tensor in _tensors_of(model):
+            self.keys[key] = known.setdefault(id(tensor), key)
+            named.setdefault(self.keys[key], tensor)
         chosen = [(item, layout) for item, layout in state.items if item.kind != "state"]
         params = [(item, layout) for item, layout in chosen if item.kind == "param"]
         if self.world.is_distributed and not all(self._is_whole(*entry) for entry in params):
@@ -190,6 +194,8 @@ class Bindings:
         StepError for another shape or dtype, and for a torn state; and, on every rank, if values taken over since the
         last comparison differ among ranks (`is_compared`: all processes call it)."""
         state.check_usable()
+        if not is_compared:  # else the guards of the step have seen to it
+            self.follow()
         for bound in (b for b in self.bound.values() if b.item.kind != "state"):
             bound.check_assigned()
             if bound.is_unwritten and (bound.form != "copy" or self._is_same(state, bound)):
@@ -231,7 +237,28 @@ class Bindings:
             state.pieces[bound.key] = [bound.memory.detach().to(state.device).contiguous()]
             bound.share(*state.pieces[bound.key])
 
-    def replace(self, kind: str, name: str, tensor: Tensor) -> None:
+    def follow(self) -> None:
+        """Bind the buffers that the user has assigned to the module. StepError for another parameter, and for tensors
+        that were tied or separate when they were bound, and no longer are."""
+        now: dict[Key, tuple[Key, Tensor]] = {}
+        for key, tensor in _tensors_of(self.model) if self.model is not None else ():
+            bound = self.bound.get(self.keys.get(key, key))
+            if bound is None:
+                continue
+            first, known = now.setdefault(bound.key, (key, tensor))
+            if known is not tensor:
+                raise _retied(first, key, "a tensor each", "a single tensor for both")
+            if tensor is not bound.tensor and bound.item.kind == "param":
+                raise _replaced(bound.item.name, f"model.{key[1]}", str(Spec(tuple(tensor.shape), tensor.dtype)))
+        owners: dict[int, Key] = {}
+        for key, (_, tensor) in now.items():
+            if owners.setdefault(id(tensor), key) != key:
+                raise _retied(owners[id(tensor)], key, "a single tensor for both", "a tensor each")
+        for key, (_, tensor) in now.items():
+            if tensor is not self.bound[key].tensor:
+                self._replace(*key, tensor)
+
+    def _replace(self, kind: str, name: str, tensor: Tensor) -> None:
         """Bind another tensor that the user has assigned to a buffer of the module. StepError for another shape or
         dtype."""
         bound = self.bound[kind, name]
@@ -242,6 +269,34 @@ class Bindings:
         """Whether a copy has the values of its pieces: writes through `.data` leave no other trace. Virtual devices
         compare values; a process with a part of the mesh trusts the version counter."""
         return self.world.is_distributed or state.matches(*bound.key, bound.tensor)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
+    """The parameters and buffers of a model, under each of their names."""
+    yield from ((("param", n), p) for n, p in model.named_parameters(remove_duplicate=False))
+    yield from ((("buffer", n), b) for n, b in model.named_buffers(remove_duplicate=False))
+
+
+def _replaced(name: str, where: str, got: str) -> StepError:
+    """The error about a parameter that is another object than the optimizer's."""
+    return StepError(
+        f"the parameter '{name}' of the model was replaced after compile",
+        where=where,
+        got=got,
+        expected="the same parameter, with any values",
+        hint="write into it (load_state_dict, copy_, p.data = ...), because the optimizer still has the old "
+        "parameter; or save, compile again, load",
+    )
+
+
+def _retied(first: Key, second: Key, got: str, expected: str) -> StepError:
+    return StepError(
+        "tensors of the model were tied or untied after compile",
+        where=f"'{first[1]}' and '{second[1]}'",
+        got=got,
+        expected=f"{expected}, as when the step was compiled",
+        hint="step.save(path), compile again, step.load(path)",
+    )
 
 
 def mark_of(tensor: Tensor) -> Mark:
