@@ -393,6 +393,16 @@ def test_an_interrupt_during_the_update_waits_for_its_end() -> None:
     assert step.metrics == twin.metrics
 
 
+def test_an_interrupt_between_two_parts_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, data = compiled(make=ADAM)
+    twin, _ = compiled(model=_same(step), make=ADAM)
+    monkeypatch.setattr(step.session, "update", lambda *_: _interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        step(data[0])
+    monkeypatch.undo()
+    assert step(data[0]) == twin(data[0])
+
+
 def test_an_interrupt_during_the_update_goes_to_the_handler_of_the_program() -> None:
     """Of torchrun's processes the one in its update would stop at once, and the others after the next step."""
     step, data = compiled(make=ADAM)

@@ -195,7 +195,7 @@ class Bindings:
         last comparison differ among ranks (`is_compared`: all processes call it)."""
         state.check_usable()
         if not is_compared:  # else the guards of the step have seen to it
-            self.follow()
+            self.follow(is_strict=False)
         for bound in (b for b in self.bound.values() if b.item.kind != "state"):
             bound.check_assigned()
             if bound.is_unwritten and (bound.form != "copy" or self._is_same(state, bound)):
@@ -207,6 +207,11 @@ class Bindings:
             written = [self._written(self.bound[key]) for key in self.written if key in self.bound]
             self.written.clear()
             check_written(self.world, written)
+
+    def written_since(self, state: State) -> list[str]:
+        """The parameters and buffers that were written since the step last did."""
+        bounds = [bound for bound in self.bound.values() if bound.item.kind != "state"]
+        return [b.item.name for b in bounds if not b.is_unwritten or (b.form == "copy" and not self._is_same(state, b))]
 
     def note_written(self, bound: Bound) -> None:
         """Compare a tensor over ranks next time."""
@@ -237,24 +242,25 @@ class Bindings:
             state.pieces[bound.key] = [bound.memory.detach().to(state.device).contiguous()]
             bound.share(*state.pieces[bound.key])
 
-    def follow(self) -> None:
-        """Bind the buffers that the user has assigned to the module. StepError for another parameter, and for tensors
-        that were tied or separate when they were bound, and no longer are."""
-        now: dict[Key, tuple[Key, Tensor]] = {}
-        for key, tensor in _tensors_of(self.model) if self.model is not None else ():
-            bound = self.bound.get(self.keys.get(key, key))
-            if bound is None:
-                continue
-            first, known = now.setdefault(bound.key, (key, tensor))
-            if known is not tensor:
-                raise _retied(first, key, "a tensor each", "a single tensor for both")
-            if tensor is not bound.tensor and bound.item.kind == "param":
-                raise _replaced(bound.item.name, f"model.{key[1]}", str(Spec(tuple(tensor.shape), tensor.dtype)))
+    def follow(self, *, is_strict: bool = True) -> None:
+        """Bind the buffers that the user has assigned to the module. StepError, if `is_strict`, for another parameter,
+        and for tensors that were tied or separate when they were bound, and no longer are: then a step is impossible,
+        but the state can still be saved."""
+        now: dict[Key, Tensor] = {}
         owners: dict[int, Key] = {}
-        for key, (_, tensor) in now.items():
-            if owners.setdefault(id(tensor), key) != key:
-                raise _retied(owners[id(tensor)], key, "a single tensor for both", "a tensor each")
-        for key, (_, tensor) in now.items():
+        for key, tensor in _tensors_of(self.model) if self.model is not None else ():
+            own = self.keys.get(key, key)
+            if own not in self.bound:
+                continue
+            is_other = own[0] == "param" and tensor is not self.bound[own].tensor
+            is_retied = now.setdefault(own, tensor) is not tensor or owners.setdefault(id(tensor), own) != own
+            if (is_other or is_retied) and not is_strict:
+                return
+            if is_other:
+                raise _replaced(own[1], f"model.{key[1]}", str(Spec(tuple(tensor.shape), tensor.dtype)))
+            if is_retied:
+                raise _retied(key, owners.get(id(tensor), own))
+        for key, tensor in now.items():
             if tensor is not self.bound[key].tensor:
                 self._replace(*key, tensor)
 
@@ -289,12 +295,11 @@ def _replaced(name: str, where: str, got: str) -> StepError:
     )
 
 
-def _retied(first: Key, second: Key, got: str, expected: str) -> StepError:
+def _retied(key: Key, other: Key) -> StepError:
     return StepError(
         "tensors of the model were tied or untied after compile",
-        where=f"'{first[1]}' and '{second[1]}'",
-        got=got,
-        expected=f"{expected}, as when the step was compiled",
+        where=f"'{key[1]}', which was or is the tensor '{other[1]}'",
+        expected="the same names for each tensor as when the step was compiled",
         hint="step.save(path), compile again, step.load(path)",
     )
 

@@ -145,11 +145,15 @@ class Session:
         (`capture.optimizer_steps.StepNumbers`). `done()` is called once the step is taken; Ctrl-C waits for its end.
         Raises StepError when the loss is not finite, before anything is updated."""
         self.progress.check_idle("a whole step")
-        with self.world.guard():
-            for batch in micros:
-                self.forward(batch)
-                self.backward()
-            self.update(numbers, done)
+        try:
+            with self.world.guard():
+                for batch in micros:
+                    self.forward(batch)
+                    self.backward()
+                self.update(numbers, done)
+        except BaseException:  # Ctrl-C may come between two parts
+            self.drop()
+            raise
         return self.values["loss"].clone()
 
     def trace(
@@ -271,6 +275,11 @@ class Session:
         for executor in self._executors:
             executor.end()
 
+    def drop(self) -> None:
+        """End a step that is not complete; the next step begins afresh."""
+        self._let_go()
+        self.progress.reset()
+
     @contextmanager
     def _attempt(self, part: str) -> Iterator[None]:
         """A part of a step; a failure ends the step, and the next step begins afresh."""
@@ -278,8 +287,7 @@ class Session:
             with self.world.guard():
                 yield
         except BaseException:
-            self._let_go()
-            self.progress.reset()
+            self.drop()
             raise
         self.progress.advance(part)
 
