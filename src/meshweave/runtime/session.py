@@ -30,7 +30,7 @@ from meshweave.runtime.progress import Progress
 from meshweave.runtime.saves import Saves
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
-from meshweave.runtime.update import Update, nodes_of, outputs
+from meshweave.runtime.update import Update, held, nodes_of, outputs, scalar
 from meshweave.runtime.uploads import numbers_on
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
@@ -202,7 +202,7 @@ class Session:
                 self.carries.drop()
             self._running.begin(self._envs)
             self._running.run(FORWARD)
-            self._losses.append(Fetched(self._value("loss"), self.settings.check_finite))
+            self._losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.check_finite))
         return self._losses[-1].value.clone()
 
     def backward(self) -> None:
@@ -228,9 +228,9 @@ class Session:
             with uninterrupted():
                 self._update(numbers)
                 if self.settings.keep_gradients:
-                    self._gradients = self._held("grad")
+                    self._gradients = held(self.ranks, self._envs, "grad")
                 has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
-                norm = {"grad_norm": self._value("norm")} if has_norm else {}
+                norm = {"grad_norm": scalar(self.ranks, self._envs, "norm")} if has_norm else {}
                 self.values = {"loss": mean_of(self._losses), **norm}
                 if done is not None:
                     done()
@@ -250,13 +250,13 @@ class Session:
                 self.executor.begin(self._envs)
                 self.executor.run(FORWARD)
                 has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
-                loss = self._value("loss") if has_loss else torch.tensor(torch.nan)
+                loss = scalar(self.ranks, self._envs, "loss") if has_loss else torch.tensor(torch.nan)
                 return loss, self._outputs(specs)
             finally:
                 self._let_go()
 
     def _outputs(self, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-        values = self._held("output")
+        values = held(self.ranks, self._envs, "output")
         layouts = {
             key[1]: layout
             for role in self.roles
@@ -290,21 +290,6 @@ class Session:
             self.drop()
             raise
         self.progress.advance(part)
-
-    def _value(self, kind: str) -> Tensor:
-        """A scalar result of the step, as a 0-dim tensor with its own memory."""
-        (slot,) = (slot for key, slot in outputs(self.ranks[0]) if key == (kind, ""))
-        value: Tensor = self._envs[0][slot]
-        return value.detach().clone()
-
-    def _held(self, kind: str) -> dict[str, list[Tensor]]:
-        """Outputs of a kind by name: a piece for each local device that has it."""
-        values: dict[str, list[Tensor]] = {}
-        for rank, env in zip(self.ranks, self._envs, strict=True):
-            for (its_kind, name), slot in outputs(rank):
-                if its_kind == kind:
-                    values.setdefault(name, []).append(env[slot])
-        return values
 
     def _inputs(self, batch: Mapping[str, Tensor], draw: int, carries: Sequence[GatheredParams]) -> list[Env]:
         envs = self.executor.environment()
