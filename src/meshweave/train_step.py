@@ -175,8 +175,7 @@ class TrainStep:
             self.session.backward()
 
     def update(self) -> None:
-        """New parameters and optimizer state, after every microbatch's backward. StepError, which ends the step, if
-        model or optimizer state were written since `forward`."""
+        """New parameters and optimizer state, after all backwards. StepError if any were written since `forward`."""
         with self.session.world.call(_PARTS):
             if self._own_state is not None and self.session.progress.due == "update":
                 self._own_state.check_unwritten(self.session)
