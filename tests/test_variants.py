@@ -17,7 +17,7 @@ from tests.training import assert_tensors
 from torch import Tensor, nn
 
 import meshweave as mw
-from meshweave.errors import LayoutError
+from meshweave.errors import LayoutError, StepError
 
 
 class Net(nn.Module):
@@ -230,3 +230,67 @@ def test_a_batch_that_is_not_like_the_example_is_an_error(change: Callable[[Any]
         step(change(tokens(4, 6)))
     assert detail in str(error.value)
     assert len(step.variants.all) == 1
+
+
+class Scaled(nn.Module):
+    """Buffers that eval() reads otherwise than train(), two of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("shift", torch.zeros(3))
+        self.register_buffer("again", self.shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.inner(x) * self.scale + self.shift + self.again
+        return out if self.training else 2 * out
+
+
+def scaled_step(mesh: str) -> tuple[Scaled, mw.TrainStep, Callable[[int], dict[str, Tensor]]]:
+    torch.manual_seed(0)
+    model, rows = Scaled(), {"x": torch.randn(4, 4), "y": torch.randn(4, 3)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mw.compile(model, loss=squares, example=rows, optimizer=optimizer, mesh=mesh, backend="eager")
+    return model, step, lambda count: {key: value[:count] for key, value in rows.items()}
+
+
+def squares(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return (out - batch["y"]).square().mean()
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2"])
+def test_a_buffer_assigned_before_a_program_is_compiled_counts_in_it(mesh: str) -> None:
+    model, step, rows = scaled_step(mesh)
+    model.scale = torch.full((3,), 3.0)
+    twin = copy.deepcopy(model).eval()
+    assert step.evaluate(rows(4)).item() == pytest.approx(squares(twin(rows(4)["x"]), rows(4)).item(), rel=1e-5)
+    model.scale = torch.full((3,), 5.0)
+    twin = copy.deepcopy(model)
+    assert step(rows(2)).item() == pytest.approx(squares(twin(rows(2)["x"]), rows(2)).item(), rel=1e-5)
+    model.scale = torch.full((3,), 7.0)
+    assert step.buffers()["scale"].tolist() == [7.0] * 3
+
+
+REPLACED: dict[str, tuple[Callable[[Scaled], None], str]] = {
+    "parameter": (
+        lambda m: setattr(m.inner, "bias", nn.Parameter(torch.ones(3))),
+        "'inner.bias' of the model was repl",
+    ),
+    "module": (lambda m: setattr(m, "inner", nn.Linear(4, 3)), "'inner.weight' of the model was replaced"),
+    "dtype": (lambda m: setattr(m, "scale", m.scale.double()), "'scale' of the model has changed its shape or dtype"),
+    "tied": (lambda m: setattr(m, "scale", m.shift), "tied or untied after compile"),
+    "untied": (lambda m: setattr(m, "again", torch.ones(3)), "tied or untied after compile"),
+}
+
+
+@pytest.mark.parametrize("row", REPLACED)
+def test_what_a_program_compiled_later_cannot_share_is_an_error(row: str) -> None:
+    change, detail = REPLACED[row]
+    model, step, rows = scaled_step("")
+    change(model)
+    with pytest.raises(StepError) as error:
+        step.evaluate(rows(4))
+    assert detail in str(error.value)
+    with pytest.raises(StepError):
+        step(rows(4))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class TrainStep:
         for name, (tensors, _) in rests.items():
             session.state.rest(name, tensors)
         session.bindings.bind(session.state, model, optimizer)
-        guards = Guards(program.contract, program.options.autocast, session.bindings.replace)
+        guards = Guards(program.contract, program.options.autocast, session.bindings.follow)
         first = Variant(program, session, guards, set(), rows_check(program, world))
         self.variants = Variants(model, first, shapes or ShapeOptions())
         self._last = first
@@ -112,8 +113,7 @@ class TrainStep:
         """
         with self._call("step" if accumulate is None else f"step(accumulate={accumulate})", batch) as checked:
             variant, micros, numbers = self._prepared(checked, accumulate)
-            loss = variant.session.run(micros, numbers)
-            self._stepped(variant)
+            loss = variant.session.run(micros, numbers, partial(self._stepped, variant))
         return loss_value(loss)
 
     def trace(self, batch: Any) -> Simulation:
@@ -126,8 +126,8 @@ class TrainStep:
         with self._call("trace", batch) as checked:
             variant, micros, numbers = self._prepared(checked)
             tokens = tokens_of(variant.program.captured) * len(micros)
-            timeline = variant.session.trace(micros, numbers, tokens=tokens)
-            self._stepped(variant)
+            done = partial(self._stepped, variant)
+            timeline = variant.session.trace(micros, numbers, tokens=tokens, done=done)
         return timeline
 
     def wait_for_compiler(self) -> None:
@@ -175,10 +175,11 @@ class TrainStep:
             self.session.backward()
 
     def update(self) -> None:
-        """New parameters and optimizer state, after every microbatch's backward."""
+        """New parameters and optimizer state, after all backwards. StepError if any were written since `forward`."""
         with self.session.world.call(_PARTS):
-            self.session.update(self._numbers())
-            self._stepped(self.variants.first)
+            if self._own_state is not None and self.session.progress.due == "update":
+                self._own_state.check_unwritten(self.session)
+            self.session.update(self._numbers(), partial(self._stepped, self.variants.first))
 
     @contextmanager
     def _call(self, name: str, batch: Any) -> Iterator[Batch]:

@@ -216,10 +216,11 @@ class Variants:
             shapes_text(batch.shapes), f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1,
             self.options.limit,
         )  # fmt: skip
+        first.session.bindings.follow()
         program = self.options.build(example, part, accumulate, first.program)
         settings = replace(first.session.settings, accumulate=accumulate)
         session = Session(program.roles, first.session.world, settings, share=first.session)
-        guards = Guards(program.contract, program.options.autocast, session.bindings.replace)
+        guards = Guards(program.contract, program.options.autocast, session.bindings.follow)
         rows = rows_check(program, first.session.world)
         variant = Variant(program, session, guards, {mode}, rows, self._num_compiled)
         self.all.append(variant)

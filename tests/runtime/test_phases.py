@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,25 @@ def test_a_loss_that_is_not_finite_is_told_before_the_update() -> None:
         step.update()
     assert all(torch.equal(p, before[n]) for n, p in step.parameters().items())
     assert step(batch) < 10
+
+
+WRITES: dict[str, Any] = {
+    "a number of the optimizer": lambda step, p: step.optimizer.state[p]["step"].fill_(9.0),
+    "a moment": lambda step, p: step.optimizer.state[p]["exp_avg"].zero_(),
+    "loaded": lambda step, p: step.optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict())),
+    "a parameter": lambda step, p: torch.nn.init.zeros_(p),
+}
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2"])
+@pytest.mark.parametrize("row", WRITES)
+def test_values_written_in_the_middle_of_a_step_are_an_error(mesh: str, row: str) -> None:
+    step, batch = compiled(mesh), data()[0]
+    step(batch)
+    step.forward(batch)
+    step.backward()
+    WRITES[row](step, next(step.model.parameters()))
+    with pytest.raises(StepError, match="values were written in the middle of a step"):
+        step.update()
+    assert step.num_steps == 1
+    in_parts(step, batch)  # what was written counts in a step that begins after it

@@ -387,7 +387,20 @@ def test_an_interrupt_during_the_update_waits_for_its_end() -> None:
     assert_same(everything(step), everything(twin))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     step.session.executor.meter = None
-    assert step(data[1]) == twin(data[1])
+    for batch in data[1:]:
+        assert step(batch) == twin(batch)
+        assert_same(everything(step), everything(twin))  # the optimizer has counted the interrupted step
+    assert step.metrics == twin.metrics
+
+
+def test_an_interrupt_between_two_parts_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, data = compiled(make=ADAM)
+    twin, _ = compiled(model=_same(step), make=ADAM)
+    monkeypatch.setattr(step.session, "update", lambda *_: _interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        step(data[0])
+    monkeypatch.undo()
+    assert step(data[0]) == twin(data[0])
 
 
 def test_an_interrupt_during_the_update_goes_to_the_handler_of_the_program() -> None:

@@ -30,7 +30,7 @@ from meshweave.interop.hooks import MODULE_HOOKS, TENSOR_HOOKS, hooks_of_all_mod
 from meshweave.interop.modules import compiled_modules
 from meshweave.interop.storages import version_of
 
-Rebind = Callable[[str, str, Tensor], None]
+Rebind = Callable[[], None]
 _AGAIN = "compile again for it: step.save(path), mw.compile(...), step.load(path)"
 
 
@@ -89,8 +89,8 @@ _FLAGS = attrgetter("requires_grad", *TENSOR_HOOKS)
 class Guards:
     """The guards of a compiled step.
 
-    `rebind(kind, name, tensor)` takes the tensor that was assigned to a buffer; `autocast` is the dtype that the step
-    was compiled with."""
+    `rebind()` takes the tensors that were assigned to buffers; `autocast` is the dtype that the step was compiled
+    with."""
 
     def __init__(self, contract: Contract, autocast: torch.dtype | None, rebind: Rebind) -> None:
         self.contract, self.autocast, self.rebind = contract, autocast, rebind
@@ -247,18 +247,19 @@ class Guards:
             if kind in MODULE_HOOKS:
                 raise _changed(change.place, "the hooks when the step was compiled", "others")
             (replaced if isinstance(change.old, Tensor) and kind in _TENSORS else others).append(change)
-        buffers = [(self._replaced(change), change.new) for change in replaced]
+        for change in replaced:
+            self._check_replaced(change)
         places = {id(t): (i, k) for i, k, t in self.snapshot.tensors}
         for tensor in self.marks.written():
             container, key = places[id(tensor)]
             others.append(StateChange(self.snapshot.place(container, key), tensor, tensor, container, key))
         self._try(others, self._with)
-        for name, tensor in buffers:
-            self.rebind("buffer", name, tensor)
+        if replaced:
+            self.rebind()
         self._refresh()
 
-    def _replaced(self, change: StateChange) -> str:
-        """The name of a buffer that was assigned another tensor. StepError for a parameter."""
+    def _check_replaced(self, change: StateChange) -> None:
+        """StepError unless it is a buffer that was assigned another tensor."""
         kind, name = self.marks.names.get(id(change.old), ("", ""))
         if kind != "buffer" or not isinstance(change.new, Tensor):
             raise StepError(
@@ -269,7 +270,6 @@ class Guards:
                 hint="write into it (load_state_dict, copy_, p.data = ...), because the optimizer still has the old "
                 f"parameter; or {_AGAIN}",
             )
-        return name
 
     def _with(self, values: Sequence[tuple[StateChange, Any]]) -> Batch | None:
         done = [self.snapshot.set(change, value) for change, value in values]

@@ -3,7 +3,7 @@ to them count in the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -95,6 +95,8 @@ class Bindings:
     world: World
     bound: dict[Key, Bound] = field(default_factory=dict)
     written: dict[Key, None] = field(default_factory=dict)  # taken over, but not yet compared over ranks
+    model: nn.Module | None = None
+    keys: dict[Key, Key] = field(default_factory=dict)  # by kind and any name of a tensor; tied tensors have several
 
     def bind(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Bind the parameters and buffers of `model` to a filled state. All processes call it.
@@ -102,8 +104,10 @@ class Bindings:
         On a cluster parameters become DTensors if any of them is sharded: all of them, because hardly any op of PyTorch
         mixes plain tensors and DTensors. Values that DTensor cannot express stay whole on every rank.
         """
-        named: dict[Key, Tensor] = {("param", n): p for n, p in model.named_parameters()}
-        named |= {("buffer", n): b for n, b in model.named_buffers()}
+        self.model, named, known = model, dict[Key, Tensor](), dict[int, Key]()
+        for key, tensor in _tensors_of(model):
+            self.keys[key] = known.setdefault(id(tensor), key)
+            named.setdefault(self.keys[key], tensor)
         chosen = [(item, layout) for item, layout in state.items if item.kind != "state"]
         params = [(item, layout) for item, layout in chosen if item.kind == "param"]
         if self.world.is_distributed and not all(self._is_whole(*entry) for entry in params):
@@ -190,6 +194,8 @@ class Bindings:
         StepError for another shape or dtype, and for a torn state; and, on every rank, if values taken over since the
         last comparison differ among ranks (`is_compared`: all processes call it)."""
         state.check_usable()
+        if not is_compared:  # else the guards of the step have seen to it
+            self.follow(is_strict=False)
         for bound in (b for b in self.bound.values() if b.item.kind != "state"):
             bound.check_assigned()
             if bound.is_unwritten and (bound.form != "copy" or self._is_same(state, bound)):
@@ -201,6 +207,11 @@ class Bindings:
             written = [self._written(self.bound[key]) for key in self.written if key in self.bound]
             self.written.clear()
             check_written(self.world, written)
+
+    def written_since(self, state: State) -> list[str]:
+        """The parameters and buffers that were written since the step last did."""
+        bounds = [bound for bound in self.bound.values() if bound.item.kind != "state"]
+        return [b.item.name for b in bounds if not b.is_unwritten or (b.form == "copy" and not self._is_same(state, b))]
 
     def note_written(self, bound: Bound) -> None:
         """Compare a tensor over ranks next time."""
@@ -231,7 +242,29 @@ class Bindings:
             state.pieces[bound.key] = [bound.memory.detach().to(state.device).contiguous()]
             bound.share(*state.pieces[bound.key])
 
-    def replace(self, kind: str, name: str, tensor: Tensor) -> None:
+    def follow(self, *, is_strict: bool = True) -> None:
+        """Bind the buffers that the user has assigned to the module. StepError, if `is_strict`, for another parameter,
+        and for tensors that were tied or separate when they were bound, and no longer are: then a step is impossible,
+        but the state can still be saved."""
+        now: dict[Key, Tensor] = {}
+        owners: dict[int, Key] = {}
+        for key, tensor in _tensors_of(self.model) if self.model is not None else ():
+            own = self.keys.get(key, key)
+            if own not in self.bound:
+                continue
+            is_other = own[0] == "param" and tensor is not self.bound[own].tensor
+            is_retied = now.setdefault(own, tensor) is not tensor or owners.setdefault(id(tensor), own) != own
+            if (is_other or is_retied) and not is_strict:
+                return
+            if is_other:
+                raise _replaced(own[1], f"model.{key[1]}", str(Spec(tuple(tensor.shape), tensor.dtype)))
+            if is_retied:
+                raise _retied(key, owners.get(id(tensor), own))
+        for key, tensor in now.items():
+            if tensor is not self.bound[key].tensor:
+                self._replace(*key, tensor)
+
+    def _replace(self, kind: str, name: str, tensor: Tensor) -> None:
         """Bind another tensor that the user has assigned to a buffer of the module. StepError for another shape or
         dtype."""
         bound = self.bound[kind, name]
@@ -242,6 +275,33 @@ class Bindings:
         """Whether a copy has the values of its pieces: writes through `.data` leave no other trace. Virtual devices
         compare values; a process with a part of the mesh trusts the version counter."""
         return self.world.is_distributed or state.matches(*bound.key, bound.tensor)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
+    """The parameters and buffers of a model, under each of their names."""
+    yield from ((("param", n), p) for n, p in model.named_parameters(remove_duplicate=False))
+    yield from ((("buffer", n), b) for n, b in model.named_buffers(remove_duplicate=False))
+
+
+def _replaced(name: str, where: str, got: str) -> StepError:
+    """The error about a parameter that is another object than the optimizer's."""
+    return StepError(
+        f"the parameter '{name}' of the model was replaced after compile",
+        where=where,
+        got=got,
+        expected="the same parameter, with any values",
+        hint="write into it (load_state_dict, copy_, p.data = ...), because the optimizer still has the old "
+        "parameter; or save, compile again, load",
+    )
+
+
+def _retied(key: Key, other: Key) -> StepError:
+    return StepError(
+        "tensors of the model were tied or untied after compile",
+        where=f"'{key[1]}', which was or is the tensor '{other[1]}'",
+        expected="the same names for each tensor as when the step was compiled",
+        hint="step.save(path), compile again, step.load(path)",
+    )
 
 
 def mark_of(tensor: Tensor) -> Mark:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from meshweave.capture.optimizer_steps import number_like
 from meshweave.capture.optimizers import OptimizerSpec
+from meshweave.errors import StepError
 from meshweave.interop.storages import version_of
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
@@ -20,6 +21,9 @@ from meshweave.runtime.fingerprint import text_number
 from meshweave.runtime.initialize import full_values
 from meshweave.runtime.state import Key, State
 from meshweave.runtime.written import shown_names
+
+if TYPE_CHECKING:
+    from meshweave.runtime.session import Session
 
 Numbers = Mapping[str, Mapping[str, Any]]  # values of an optimizer that are not pieces, such as step counts: by
 # parameter and slot
@@ -77,7 +81,7 @@ class OptimizerState:
         Missing slots begin as zeros. Returns whether anything has changed: then its numbers are to be read, too. On a
         cluster all ranks call it, and change the same entries."""
         changed = [(item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(item)]
-        now = {key: self.optimizer.state.get(self.params[key[0]], {}).get(key[1]) for key in self.marks}
+        now = self._numbers_now()
         numbers = [key for key, value in now.items() if _mark(value) != self.marks[key]]
         names = [item.name for item, _ in changed if self._is_everywhere(item)] + [
             f"{slot}/{name}" for name, slot in numbers
@@ -90,6 +94,25 @@ class OptimizerState:
         for key in numbers:
             del self.marks[key]
         return bool(changed or numbers)
+
+    def check_unwritten(self, session: Session) -> None:
+        """StepError, and the end of the step, if the user has written values in the middle of it."""
+        state, now = session.state, self._numbers_now()
+        written = [item.name for item, _ in state.items if item.kind == "state" and self._is_changed(item)]
+        written += [f"{slot}/{name}" for (name, slot), value in now.items() if _mark(value) != self.marks[name, slot]]
+        written += self.bindings.written_since(state)
+        if written:
+            session.drop()
+            raise StepError(
+                "values were written in the middle of a step",
+                got=f"{', '.join(written[:3])} after forward()",
+                expected="writes before forward() or after update()",
+                hint="the step has ended without an update: begin with forward()",
+            )
+
+    def _numbers_now(self) -> dict[tuple[str, str], Any]:
+        """The numbers that `optimizer.state` has, of those that the step last wrote."""
+        return {key: self.optimizer.state.get(self.params[key[0]], {}).get(key[1]) for key in self.marks}
 
     def _entries(self, item: Input) -> tuple[str, dict[str, Any]]:
         slot, _, name = item.name.partition("/")

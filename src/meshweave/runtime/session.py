@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,11 +30,12 @@ from meshweave.runtime.progress import Progress
 from meshweave.runtime.saves import Saves
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
-from meshweave.runtime.update import Update, nodes_of, outputs
+from meshweave.runtime.update import Update, held, nodes_of, outputs, scalar
 from meshweave.runtime.uploads import numbers_on
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 
+Done = Callable[[], None] | None
 # The user's calls that return full tensors of each kind.
 _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state", "grad": "gradients"}
 
@@ -139,16 +140,20 @@ class Session:
 
     # running
 
-    def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float]) -> Tensor:
+    def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float], done: Done = None) -> Tensor:
         """Run a step over its microbatches; the loss is their mean. `numbers` are those of the optimizer
-        (`capture.optimizer_steps.StepNumbers`).
+        (`capture.optimizer_steps.StepNumbers`). `done()` is called once the step is taken; Ctrl-C waits for its end.
         Raises StepError when the loss is not finite, before anything is updated."""
         self.progress.check_idle("a whole step")
-        with self.world.guard():
-            for batch in micros:
-                self.forward(batch)
-                self.backward()
-            self.update(numbers)
+        try:
+            with self.world.guard():
+                for batch in micros:
+                    self.forward(batch)
+                    self.backward()
+                self.update(numbers, done)
+        except BaseException:  # Ctrl-C may come between two parts
+            self.drop()
+            raise
         return self.values["loss"].clone()
 
     def trace(
@@ -157,6 +162,7 @@ class Session:
         numbers: Mapping[str, float],
         devices: Sequence[int] = (),
         tokens: int = 0,
+        done: Done = None,
     ) -> Simulation:
         """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the records of all ranks."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
@@ -172,7 +178,7 @@ class Session:
             for executor in self._executors:
                 executor.record(recorder)
             try:
-                self.run(micros, numbers)
+                self.run(micros, numbers, done)
             finally:
                 self.executor.meter = held_meter
                 for executor in self._executors:
@@ -196,7 +202,7 @@ class Session:
                 self.carries.drop()
             self._running.begin(self._envs)
             self._running.run(FORWARD)
-            self._losses.append(Fetched(self._value("loss"), self.settings.check_finite))
+            self._losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.check_finite))
         return self._losses[-1].value.clone()
 
     def backward(self) -> None:
@@ -213,17 +219,21 @@ class Session:
             if not self._is_last:
                 self._running.end()
 
-    def update(self, numbers: Mapping[str, float]) -> None:
-        """New parameters and optimizer state, after every microbatch of the step has run backward."""
+    def update(self, numbers: Mapping[str, float], done: Done = None) -> None:
+        """New parameters and optimizer state, after every microbatch of the step has run backward. See `run`."""
         self.progress.check("update")
         with self._attempt("update"):
             if self.settings.check_finite:
                 check_finite([loss.number() for loss in self._losses], self.state.num_steps + 1)
-            self._update(numbers)
-            if self.settings.keep_gradients:
-                self._gradients = self._held("grad")
-            has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
-            self.values = {"loss": mean_of(self._losses), **({"grad_norm": self._value("norm")} if has_norm else {})}
+            with uninterrupted():
+                self._update(numbers)
+                if self.settings.keep_gradients:
+                    self._gradients = held(self.ranks, self._envs, "grad")
+                has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
+                norm = {"grad_norm": scalar(self.ranks, self._envs, "norm")} if has_norm else {}
+                self.values = {"loss": mean_of(self._losses), **norm}
+                if done is not None:
+                    done()
         self._let_go()
 
     def evaluate(self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -240,13 +250,13 @@ class Session:
                 self.executor.begin(self._envs)
                 self.executor.run(FORWARD)
                 has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
-                loss = self._value("loss") if has_loss else torch.tensor(torch.nan)
+                loss = scalar(self.ranks, self._envs, "loss") if has_loss else torch.tensor(torch.nan)
                 return loss, self._outputs(specs)
             finally:
                 self._let_go()
 
     def _outputs(self, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-        values = self._held("output")
+        values = held(self.ranks, self._envs, "output")
         layouts = {
             key[1]: layout
             for role in self.roles
@@ -265,6 +275,11 @@ class Session:
         for executor in self._executors:
             executor.end()
 
+    def drop(self) -> None:
+        """End a step that is not complete; the next step begins afresh."""
+        self._let_go()
+        self.progress.reset()
+
     @contextmanager
     def _attempt(self, part: str) -> Iterator[None]:
         """A part of a step; a failure ends the step, and the next step begins afresh."""
@@ -272,25 +287,9 @@ class Session:
             with self.world.guard():
                 yield
         except BaseException:
-            self._let_go()
-            self.progress.reset()
+            self.drop()
             raise
         self.progress.advance(part)
-
-    def _value(self, kind: str) -> Tensor:
-        """A scalar result of the step, as a 0-dim tensor with its own memory."""
-        (slot,) = (slot for key, slot in outputs(self.ranks[0]) if key == (kind, ""))
-        value: Tensor = self._envs[0][slot]
-        return value.detach().clone()
-
-    def _held(self, kind: str) -> dict[str, list[Tensor]]:
-        """Outputs of a kind by name: a piece for each local device that has it."""
-        values: dict[str, list[Tensor]] = {}
-        for rank, env in zip(self.ranks, self._envs, strict=True):
-            for (its_kind, name), slot in outputs(rank):
-                if its_kind == kind:
-                    values.setdefault(name, []).append(env[slot])
-        return values
 
     def _inputs(self, batch: Mapping[str, Tensor], draw: int, carries: Sequence[GatheredParams]) -> list[Env]:
         envs = self.executor.environment()
@@ -335,14 +334,13 @@ class Session:
         scalars = numbers_on(self.world.device, numbers, torch.float64)
         update = Update(self.state, self.bindings, self.ranks, self._envs, scalars)
         buffers = [(key, v) for left in self._between for key, v in left.items() if key[0] == "buffer"]
-        with uninterrupted():
-            update.begin()
-            self.executor.run(UPDATE, update.commit)
-            update.finish(buffers)
-            self.bindings.publish(self.state, self._lasting_outputs)
-            self.carries.keep(self.state, self.ranks, self._envs)
-            self.state.num_steps += 1
-            self.state.torn = False
+        update.begin()
+        self.executor.run(UPDATE, update.commit)
+        update.finish(buffers)
+        self.bindings.publish(self.state, self._lasting_outputs)
+        self.carries.keep(self.state, self.ranks, self._envs)
+        self.state.num_steps += 1
+        self.state.torn = False
 
     # reading values
 

@@ -75,6 +75,23 @@ def outputs(rank: Compiled) -> Iterator[tuple[Key, int]]:
     return zip(rank.graph.outputs, rank.outputs, strict=True)
 
 
+def scalar(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> Tensor:
+    """A scalar result of the step, as a 0-dim tensor with its own memory."""
+    (slot,) = (slot for key, slot in outputs(ranks[0]) if key == (kind, ""))
+    value: Tensor = envs[0][slot]
+    return value.detach().clone()
+
+
+def held(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> dict[str, list[Tensor]]:
+    """Outputs of a kind by name: a piece for each local device that has it."""
+    values: dict[str, list[Tensor]] = {}
+    for rank, env in zip(ranks, envs, strict=True):
+        for (its_kind, name), slot in outputs(rank):
+            if its_kind == kind:
+                values.setdefault(name, []).append(env[slot])
+    return values
+
+
 def nodes_of(rank: Compiled) -> tuple[dict[Key, fx.Node], dict[Key, fx.Node]]:
     """The nodes of a rank's inputs and of its outputs."""
     inputs = {(i.kind, i.name): rank.nodes[slot] for i, slot in zip(rank.graph.inputs, rank.inputs, strict=True)}
