@@ -1,7 +1,7 @@
-"""The tasks of a part as straight-line Python code: a call of a task costs no more than that of its op.
+"""The tasks of a part as straight-line Python code, which costs little more than the calls of their ops.
 
 A loop over tasks looks up operands, distinguishes kinds of tasks and releases dead values by code that runs anew for
-each task: about half of an eager step's time where ops are small.
+each task: a quarter of an eager step's time where ops are small.
 """
 
 from __future__ import annotations
