@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from meshweave.capture.minimum_cut import fewest_bytes, is_read_by_backward, is_recomputable
-from meshweave.capture.recompute import is_ahead, parameter_forms
+from meshweave.capture.blocks import is_ahead, is_back
+from meshweave.capture.minimum_cut import fewest_bytes, is_recomputable
+from meshweave.capture.recompute import parameter_forms
 from meshweave.capture.step import CaptureOptions, capture
 from meshweave.ir.graph import StepGraph, op_name, spec_of, tensor_inputs
 from meshweave.ir.traits import MATMULS
@@ -57,7 +58,7 @@ def suffices(saved: set[fx.Node], own: list[fx.Node], free: set[fx.Node]) -> boo
     for node in own:
         if is_recomputable(node) and all(x in known or x.op == "placeholder" for x in tensor_inputs(node)):
             known.add(node)
-    return all(n in known for n in own if any(map(is_read_by_backward, n.users)))
+    return all(n in known for n in own if any(map(is_back, n.users)))
 
 
 @pytest.mark.parametrize("block", [Gated, Wide])

@@ -34,6 +34,16 @@ class Blocks:
         return self._known[module]
 
 
+def is_ahead(node: fx.Node) -> bool:
+    """Whether a node is an op of forward or loss."""
+    return node.op == "call_function" and origin_of(node).phase in ("forward", "loss")
+
+
+def is_back(node: fx.Node) -> bool:
+    """Whether a node is an op after the loss."""
+    return node.op == "call_function" and origin_of(node).phase not in ("forward", "loss")
+
+
 def has_blocks(step: StepGraph) -> bool:
     """Whether a model has repeated blocks."""
     try:

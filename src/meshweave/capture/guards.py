@@ -235,8 +235,7 @@ class Guards:
 
     def _check_model(self) -> None:
         self.marks.check_flags()
-        replaced: list[StateChange] = []
-        others: list[StateChange] = []
+        replaced, others = list[StateChange](), list[StateChange]()
         changes = self.snapshot.changes()
         if not changes and self.marks.is_current() and self.snapshot.renew():
             return
@@ -262,14 +261,7 @@ class Guards:
         """StepError unless it is a buffer that was assigned another tensor."""
         kind, name = self.marks.names.get(id(change.old), ("", ""))
         if kind != "buffer" or not isinstance(change.new, Tensor):
-            raise StepError(
-                f"the {'parameter' if kind == 'param' else 'buffer'} '{name}' of the model was replaced after compile",
-                where=change.place,
-                got=shown(change.new),
-                expected="the same parameter, with any values",
-                hint="write into it (load_state_dict, copy_, p.data = ...), because the optimizer still has the old "
-                f"parameter; or {_AGAIN}",
-            )
+            raise replaced_tensor(kind, name, change.place, shown(change.new))
 
     def _with(self, values: Sequence[tuple[StateChange, Any]]) -> Batch | None:
         done = [self.snapshot.set(change, value) for change, value in values]
@@ -333,6 +325,18 @@ def _changed(place: str, old: Any, new: Any) -> StepError:
         got=shown(new) if not isinstance(new, str) else new,
         expected=shown(old) if not isinstance(old, str) else old,
         hint=_AGAIN,
+    )
+
+
+def replaced_tensor(kind: str, name: str, where: str, got: str) -> StepError:
+    """The error about a parameter that is another object than the optimizer's, or a buffer that is no tensor."""
+    return StepError(
+        f"the {'parameter' if kind == 'param' else 'buffer'} '{name}' of the model was replaced after compile",
+        where=where,
+        got=got,
+        expected="the same parameter, with any values",
+        hint="write into it (load_state_dict, copy_, p.data = ...), because the optimizer still has the old "
+        f"parameter; or {_AGAIN}",
     )
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.ir.graph import Spec, origin_of, tensor_inputs
+from meshweave.capture.blocks import is_back
+from meshweave.ir.graph import Spec, tensor_inputs
 from meshweave.ir.traits import CASTS, FACTORIES, RANK_CHANGES, RESHAPES, VIEWS, is_pointwise
 
 _SOURCE, _SINK = "source", "sink"
+_CHEAP = CASTS | VIEWS | RANK_CHANGES | RESHAPES | FACTORIES
 _SIDE = ("before", "after")  # a value is saved if the cut runs between its two sides
 
 
@@ -31,13 +33,13 @@ def fewest_bytes(nodes: Iterable[fx.Node], free: Collection[fx.Node], saved: Col
     def add(node: fx.Node, is_computed_once: bool) -> None:
         spec = node.meta.get("spec")
         if isinstance(spec, Spec):
-            graph.add_edge((node, _SIDE[0]), (node, _SIDE[1]), capacity=0 if node in saved else _bytes(spec))
+            graph.add_edge((node, _SIDE[0]), (node, _SIDE[1]), capacity=0 if node in saved else spec.num_bytes)
         if is_computed_once:
             graph.add_edge(_SOURCE, (node, _SIDE[0]))  # without a capacity: no limit
 
     for node in own:
         add(node, is_computed_once=not is_recomputable(node))
-        if any(is_read_by_backward(user) for user in node.users):
+        if any(map(is_back, node.users)):
             graph.add_edge((node, _SIDE[1]), _SINK)
         for operand in tensor_inputs(node) if is_recomputable(node) else ():
             if operand in free or operand.op == "placeholder":
@@ -52,15 +54,4 @@ def fewest_bytes(nodes: Iterable[fx.Node], free: Collection[fx.Node], saved: Col
 def is_recomputable(node: fx.Node) -> bool:
     """Whether a node is elementwise, a cast, a view or a constant."""
     target: Any = node.target
-    return is_pointwise(target) or target in CASTS | VIEWS | RANK_CHANGES | RESHAPES | FACTORIES
-
-
-def is_read_by_backward(user: fx.Node) -> bool:
-    return user.op == "call_function" and origin_of(user).phase not in ("forward", "loss")
-
-
-def _bytes(spec: Spec) -> int:
-    total = spec.dtype.itemsize
-    for size in spec.shape:
-        total *= size
-    return total
+    return is_pointwise(target) or target in _CHEAP

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from meshweave.capture.blocks import Blocks, find_blocks
+from meshweave.capture.blocks import Blocks, find_blocks, is_ahead, is_back
 from meshweave.capture.minimum_cut import fewest_bytes
 from meshweave.errors import PlanError
 from meshweave.ir.graph import StepGraph, map_nodes, origin_of, tensor_inputs
@@ -82,14 +82,6 @@ def plan_remake(step: StepGraph, policy: str, cuts: Cuts) -> Remake:
         read.update(i for n in needed for i in n.all_input_nodes)
         remade[name] = tuple(n for n in members[name] if n in needed)
     return Remake(blocks, remade, kept)
-
-
-def is_ahead(node: fx.Node) -> bool:
-    return node.op == "call_function" and origin_of(node).phase in ("forward", "loss")
-
-
-def is_back(node: fx.Node) -> bool:
-    return node.op == "call_function" and origin_of(node).phase not in ("forward", "loss")
 
 
 def _closure(wanted: Iterable[fx.Node], among: Collection[fx.Node]) -> set[fx.Node]:

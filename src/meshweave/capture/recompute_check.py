@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.capture.recompute import AGAIN, Cuts, is_ahead, is_back, parameter_forms, plan_remake
+from meshweave.capture.blocks import is_ahead, is_back
+from meshweave.capture.recompute import AGAIN, Cuts, parameter_forms, plan_remake
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
 from meshweave.ir.traits import VIEWS

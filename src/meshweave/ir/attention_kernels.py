@@ -19,7 +19,6 @@ aten = torch.ops.aten
 _ALIGNED_BYTES = 16  # the CUDA kernels load so many at a time
 _BIAS_ALIGNED = 16  # elements of a row of the bias
 _LSE_ALIGNED = 32  # the efficient kernel's lse has rows of a multiple of so many queries
-_HALF = (torch.float16, torch.bfloat16)
 
 Grads = tuple[Tensor, Tensor, Tensor]
 

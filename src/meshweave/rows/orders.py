@@ -9,7 +9,7 @@ positions of the same sort; the labels below track that through a graph, and any
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -252,15 +252,16 @@ def _same_counts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 def counted_before(ends: fx.Node) -> fx.Node | None:
     """The numbers of which a value counts how many are at most 0, 1, ..., exactly; None for other values."""
-    running = _uncast(ends)
+    running = uncast(ends, _EXACT)
     is_running = running.target is aten.cumsum.default and spec_of(running).dtype in _EXACT
-    counts = _uncast(running.args[0]) if is_running else None
+    counts = uncast(running.args[0], _EXACT) if is_running else None
     is_exact = counts is not None and spec_of(counts).dtype in _EXACT and len(spec_of(counts).shape) == 1
     return counted(counts) if counts is not None and is_exact else None
 
 
-def _uncast(value: Any) -> fx.Node:
-    while value.target in CASTS and spec_of(value).dtype in _EXACT:
+def uncast(value: Any, dtypes: Collection[torch.dtype] | None = None) -> fx.Node:
+    """A value before its casts, or before those to `dtypes` that it has last."""
+    while value.target in CASTS and (dtypes is None or spec_of(value).dtype in dtypes):
         value = value.args[0]
     node: fx.Node = value
     return node

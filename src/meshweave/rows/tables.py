@@ -19,9 +19,8 @@ from torch import fx
 from meshweave.ir.graph import Spec, StepGraph, argument, copied_graph, copy_meta, row_index, spec_of
 from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.ops import is_zeros
-from meshweave.ir.traits import CASTS
 from meshweave.ir.verify import verify_step
-from meshweave.rows.orders import counted_before, numbers_of, sorted_numbers
+from meshweave.rows.orders import counted_before, numbers_of, sorted_numbers, uncast
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -48,7 +47,7 @@ def by_expert(step: StepGraph, tables: Collection[str]) -> StepGraph:
         stops = known.get((numbers, count)) if numbers is not None and _is_below(numbers, count) else None
         if at is None or stops is None or not stops < node:
             continue
-        if node.target is aten.index.Tensor and names.get(_uncast(node.args[0])) in tables:
+        if node.target is aten.index.Tensor and names.get(uncast(node.args[0])) in tables:
             looked_up.add(at)
             _replace(node, _lookup(node, stops))
         elif node.target is aten.index_put.default and at in looked_up and _is_sum(node):
@@ -64,13 +63,6 @@ def _is_below(numbers: fx.Node, count: int) -> bool:
         return False
     shape, dim = spec_of(choice.args[0]).shape, argument(choice, _CHOICES[choice.target])  # type: ignore[arg-type]
     return bool(shape) and shape[-1 if dim is None else dim] <= count
-
-
-def _uncast(value: Any) -> fx.Node:
-    while value.target in CASTS:
-        value = value.args[0]
-    node: fx.Node = value
-    return node
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from meshweave.capture.guards import replaced_tensor
 from meshweave.errors import StepError
 from meshweave.interop.storages import is_stored_in, version_of
 from meshweave.ir.graph import Input, Spec
@@ -257,7 +258,7 @@ class Bindings:
             if (is_other or is_retied) and not is_strict:
                 return
             if is_other:
-                raise _replaced(own[1], f"model.{key[1]}", str(Spec(tuple(tensor.shape), tensor.dtype)))
+                raise replaced_tensor("param", own[1], f"model.{key[1]}", str(Spec(tuple(tensor.shape), tensor.dtype)))
             if is_retied:
                 raise _retied(key, owners.get(id(tensor), own))
         for key, tensor in now.items():
@@ -281,18 +282,6 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
     """The parameters and buffers of a model, under each of their names."""
     yield from ((("param", n), p) for n, p in model.named_parameters(remove_duplicate=False))
     yield from ((("buffer", n), b) for n, b in model.named_buffers(remove_duplicate=False))
-
-
-def _replaced(name: str, where: str, got: str) -> StepError:
-    """The error about a parameter that is another object than the optimizer's."""
-    return StepError(
-        f"the parameter '{name}' of the model was replaced after compile",
-        where=where,
-        got=got,
-        expected="the same parameter, with any values",
-        hint="write into it (load_state_dict, copy_, p.data = ...), because the optimizer still has the old "
-        "parameter; or save, compile again, load",
-    )
 
 
 def _retied(key: Key, other: Key) -> StepError:

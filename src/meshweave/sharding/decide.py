@@ -41,7 +41,7 @@ def decide(
             item.spec.shape
         )
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
-    axes = tuple(a for a in mesh.axis_names if a in resolved.batch_axes)
+    axes = resolved.cutting_batch(mesh)
     context = tuple(a for a in mesh.axis_names if a in resolved.context_axes)
     length = sequence_length(step) if context else 0
     context = () if resolved.is_balanced else context
