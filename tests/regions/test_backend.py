@@ -121,10 +121,14 @@ def test_updates_are_in_place() -> None:
     key = ("param", "0.weight")
     before = step.session.state.pieces[key][0].data_ptr()
     values = step.parameters()["0.weight"].clone()
+    own = step.model.get_parameter("0.weight").square().sum()  # its gradient needs the old values
     step(MODELS["linear"]()[1])
     assert step.session.state.pieces[key][0].data_ptr() == before
     assert step.model.get_parameter("0.weight").data_ptr() == before
     assert not torch.equal(step.parameters()["0.weight"], values)
+    assert not step.session.bindings.written_since(step.session.state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        own.backward()
 
 
 def test_a_region_that_inductor_refuses_runs_op_by_op(

@@ -296,3 +296,17 @@ def test_what_cannot_be_taken_over_is_an_error(row: str, mesh: str) -> None:
         ours.train(DATA[1])
     assert detail in str(error.value)
     assert ours.step.num_steps == 1
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2"])
+def test_a_backward_pass_of_the_users_over_an_update_is_an_error_as_in_eager_pytorch(mesh: str) -> None:
+    model = Tied()
+    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=adamw(model), mesh=mesh)
+    step(DATA[0])
+    own = (model.down.weight @ model.up.weight).sum()  # its gradient needs the weights of now
+    step(DATA[1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        own.backward()
+    assert torch.equal(model.down.weight.detach(), step.parameters()["down.weight"])
+    step(DATA[2])
+    assert not step.session.bindings.written_since(step.session.state)  # a write of the step's is none of the user's

@@ -6,6 +6,8 @@ storages publicly, but is 0 for all without data; the version counter and the nu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -30,3 +32,8 @@ def is_unshared(x: torch.Tensor) -> bool:
 def version_of(x: torch.Tensor) -> int:
     """The version counter, which every write in place increments; -1 for tensors of inference mode, which have none."""
     return -1 if x.is_inference() else x._version
+
+
+def increase_versions(tensors: Sequence[torch.Tensor]) -> None:
+    """Count a write in place for each tensor, once; tensors of inference mode have no version."""
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])

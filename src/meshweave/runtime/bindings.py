@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.guards import replaced_tensor
 from meshweave.errors import StepError
-from meshweave.interop.storages import is_stored_in, version_of
+from meshweave.interop.storages import increase_versions, is_stored_in, version_of
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.runtime.state import Key, State
@@ -161,15 +161,24 @@ class Bindings:
         return len(devices) == 1 and layout.box_of(item.spec.shape, devices[0]).size == item.spec.shape
 
     def renew(self, key: Key, piece: Tensor) -> None:
-        """Release the old piece after an update: a tensor that shares its memory drops it at once."""
+        """Release the old piece in an update: a tensor that shares its memory drops it at once."""
         bound = self.bound.get(key)
         if bound is not None and bound.form != "copy":
             bound.share(piece)
 
+    def written_by_step(self, keys: Sequence[Key]) -> None:
+        """Count an update as a write in place, as it is in eager PyTorch: the version of each tensor increases, so that
+        a backward pass of the user's own that needs the old values is an error."""
+        bounds = [b for b in map(self.bound.get, keys) if b is not None and b.form != "copy" and b.mark[1] >= 0]
+        increase_versions([*(b.tensor for b in bounds), *(b.memory for b in bounds if b.form == "dtensor")])
+        for bound in bounds:
+            bound.mark = bound.mark[0], bound.mark[1] + 1
+
     def publish(self, state: State, keys: Collection[Key] | None = None) -> None:
-        """Copy the state's values, or those of `keys`, to the module's tensors. All processes call it."""
+        """Copy the state's values to the module's tensors: all, or after an update those of `keys` that it has not
+        renewed. All processes call it."""
         for key, bound in self.bound.items():
-            if keys is None or key in keys:
+            if keys is None or (key in keys and (bound.form == "copy" or key[0] == "buffer")):
                 self._bring(state, bound)
 
     def _bring(self, state: State, bound: Bound) -> None:

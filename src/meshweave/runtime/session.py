@@ -18,19 +18,19 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph
 from meshweave.regions.compiler import BackendName, RegionCompiler
 from meshweave.runtime.allocator import compacted
-from meshweave.runtime.batches import batch_piece
 from meshweave.runtime.bindings import Bindings
-from meshweave.runtime.carries import Carries, GatheredParams
+from meshweave.runtime.carries import Carries
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
 from meshweave.runtime.fetched import Fetched, check_finite, mean_of
 from meshweave.runtime.fuse import Look, compiler_for, fuse_for
+from meshweave.runtime.inputs import Inputs
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
 from meshweave.runtime.saves import Saves
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
-from meshweave.runtime.update import Update, held, nodes_of, outputs, scalar
+from meshweave.runtime.update import Replacements, Update, held, outputs, scalar
 from meshweave.runtime.uploads import numbers_on
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
@@ -94,7 +94,8 @@ class Session:
         kept |= {"grad"} if self.settings.keep_gradients else set()
         self.ranks = self._compiled(kept, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
-        self._constants = {n: x.to(self.world.device) for r in self.ranks for n, x in r.graph.constants.items()}
+        self.inputs = Inputs(self.world, self.ranks, self.settings.accumulate)
+        self.replacements = Replacements.of(self.ranks)
         if self.settings.accumulate > 1:  # earlier microbatches have their own tasks, and pass on other values
             early = self._compiled({"loss", "buffer", "acc"}, False, has_regions)
             self._early: Executor = self.world.executor(self.roles, early, meter)
@@ -197,7 +198,7 @@ class Session:
                 self.bindings.take_over(self.state, is_compared=True)
                 self._between, self._losses = [{} for _ in self.ranks], []
             draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
-            self._envs = self._inputs(batch, draw, self.carries.ready(self.state))
+            self._envs = self._inputs(batch, draw)
             if self._is_last:
                 self.carries.drop()
             self._running.begin(self._envs)
@@ -246,7 +247,7 @@ class Session:
                 self.compile_regions()
                 self.bindings.take_over(self.state)
                 self._between = [{} for _ in self.ranks]
-                self._envs = self._inputs(batch, self.state.num_steps, self.carries.ready(self.state))
+                self._envs = self._inputs(batch, self.state.num_steps)
                 self.executor.begin(self._envs)
                 self.executor.run(FORWARD)
                 has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
@@ -291,50 +292,16 @@ class Session:
             raise
         self.progress.advance(part)
 
-    def _inputs(self, batch: Mapping[str, Tensor], draw: int, carries: Sequence[GatheredParams]) -> list[Env]:
-        envs = self.executor.environment()
-        where = {device: i for i, device in enumerate(self.world.devices)}
-        kept: dict[Key, dict[int, Tensor]] = {}
-        for item, layout in self.state.items:
-            pieces = zip(self.state.holders(layout), self.state.pieces[item.kind, item.name], strict=True)
-            kept[item.kind, item.name] = {where[device]: piece for device, piece in pieces}
-        number = numbers_on(self.world.device, {"draw": draw}, torch.int64)["draw"]
-        for i, (device, rank, env) in enumerate(zip(self.world.devices, self.ranks, envs, strict=True)):
-            for item, layout, slot in zip(rank.graph.inputs, rank.graph.layouts, rank.inputs, strict=True):
-                key = (item.kind, item.name)
-                if item.kind == "acc":
-                    env[slot] = self._accumulated(i, key, item.spec.dtype, layout.box_of(item.spec.shape, device).size)
-                elif key in self._between[i]:
-                    env[slot] = self._between[i][key]
-                elif key in kept:
-                    env[slot] = kept[key][i]
-                elif item.kind == "carry":
-                    env[slot] = carries[i][item.name]
-                elif item.kind == "batch":
-                    box = layout.box_of(item.spec.shape, device)
-                    env[slot] = batch_piece(self.world, item, box, batch[item.name], self.settings.accumulate)
-                elif item.kind == "constant":
-                    env[slot] = self._constants[item.name]
-                elif item.name == "draw":
-                    env[slot] = number
+    def _inputs(self, batch: Mapping[str, Tensor], draw: int) -> list[Env]:
+        envs, carries = self.executor.environment(), self.carries.ready(self.state)
+        self.inputs.fill(envs, self.state, batch, draw, carries, self._between, self.executor.meter)
         return envs
-
-    def _accumulated(self, index: int, key: Key, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
-        """The sum of a gradient over the earlier microbatches, whose memory is handed over; 0 for the first."""
-        total = self._between[index].pop(key, None)
-        if total is None:
-            return torch.zeros(size, dtype=dtype, device=self.world.device)
-        if self.executor.meter is not None:
-            inputs, results = nodes_of(self.ranks[index])
-            self.executor.meter.on_value(index, inputs[key], total)
-            self.executor.meter.freed(index, results[key])
-        return total
 
     def _update(self, numbers: Mapping[str, float]) -> None:
         scalars = numbers_on(self.world.device, numbers, torch.float64)
-        update = Update(self.state, self.bindings, self.ranks, self._envs, scalars)
+        update = Update(self.state, self.bindings, self.replacements, self._envs)
         buffers = [(key, v) for left in self._between for key, v in left.items() if key[0] == "buffer"]
-        update.begin()
+        update.begin(scalars)
         self.executor.run(UPDATE, update.commit)
         update.finish(buffers)
         self.bindings.publish(self.state, self._lasting_outputs)

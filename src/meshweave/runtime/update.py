@@ -2,46 +2,68 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, fx
 
 from meshweave.runtime.bindings import Bindings
-from meshweave.runtime.executor import Compiled, Env, Task
+from meshweave.runtime.executor import UPDATE, Compiled, Env, Task
 from meshweave.runtime.state import Key, State
+
+
+@dataclass(frozen=True, slots=True)
+class Replacements:
+    """Where new parameters and optimizer state come from, for each local device: `targets` are their kinds, names and
+    indices among the pieces, by slot; `others` are the slots that no task of the update computes; `numbers` those of
+    the optimizer's numbers, by name."""
+
+    targets: Sequence[Mapping[int, Sequence[tuple[Key, int]]]]
+    others: Sequence[Sequence[int]]
+    numbers: Sequence[Mapping[str, int]]
+
+    @staticmethod
+    def of(ranks: Sequence[Compiled]) -> Replacements:
+        targets: list[dict[int, list[tuple[Key, int]]]] = []
+        counts: Counter[Key] = Counter()
+        for rank in ranks:
+            its: dict[int, list[tuple[Key, int]]] = {}
+            for key, slot in outputs(rank):
+                if key[0] in ("param", "state"):
+                    its.setdefault(slot, []).append((key, counts[key]))
+                    counts[key] += 1
+            targets.append(its)
+        computed = [{slot for task in rank.tasks[UPDATE] for slot in task.outs} for rank in ranks]
+        others = [[slot for slot in its if slot not in own] for its, own in zip(targets, computed, strict=True)]
+        numbers = [
+            {
+                item.name: slot
+                for item, slot in zip(rank.graph.inputs, rank.inputs, strict=True)
+                if item.kind == "scalar"
+            }
+            for rank in ranks
+        ]
+        return Replacements(targets, others, numbers)
 
 
 @dataclass(slots=True)
 class Update:
-    """New parameters and optimizer state on their way into `state`; `scalars` are the numbers of the optimizer. While
-    it runs the state is torn."""
+    """An update of `state` while it runs: until `finish` the state is torn."""
 
     state: State
     bindings: Bindings
-    ranks: Sequence[Compiled]
+    replacements: Replacements
     envs: Sequence[Env]
-    scalars: Mapping[str, Tensor]
-    # per device: slot -> the value's kind and name
-    replaced: list[dict[int, list[tuple[Key, int]]]] = field(default_factory=list)
-    new: dict[Key, list[Any]] = field(default_factory=dict)
+    renewed: list[Key] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """Distribute the numbers, and open the state for new values."""
-        for rank, env in zip(self.ranks, self.envs, strict=True):
-            for item, slot in zip(rank.graph.inputs, rank.inputs, strict=True):
-                if item.kind == "scalar" and item.name in self.scalars:
-                    env[slot] = self.scalars[item.name]
-            targets: dict[int, list[tuple[Key, int]]] = {}
-            for key, slot in outputs(rank):
-                if key[0] in ("param", "state"):
-                    cells = self.new.setdefault(key, [])
-                    targets.setdefault(slot, []).append((key, len(cells)))
-                    cells.append(None)
-            self.replaced.append(targets)
-        self.state.torn = bool(self.new)
-        self.state.pieces.update(self.new)
+    def begin(self, numbers: Mapping[str, Tensor]) -> None:
+        """Distribute the numbers of the optimizer, and open the state for new values."""
+        for slots, env in zip(self.replacements.numbers, self.envs, strict=True):
+            for name, slot in slots.items():
+                if name in numbers:
+                    env[slot] = numbers[name]
+        self.state.torn = any(self.replacements.targets)
 
     def commit(self, i: int, task: Task) -> None:
         """Store what a task of device `i` has computed."""
@@ -49,20 +71,23 @@ class Update:
             self.keep(i, slot)
 
     def keep(self, i: int, slot: int) -> None:
-        """Store a new value; if it is stored more than once, each copy gets its own storage. So does an empty piece:
-        torch 2.13 cannot save a DTensor whose piece is a view with an offset (torch.save, "invalid python storage")."""
-        for number, (key, index) in enumerate(self.replaced[i].pop(slot, ())):
-            value = self.envs[i][slot]
-            piece = value.clone() if number or not value.numel() else value
-            self.state.pieces[key][index] = piece
-            self.bindings.renew(key, piece)
+        """Store a new value, unless it was written into the old value's memory; if it is stored more than once, each
+        copy gets its own storage. So does an empty piece: torch 2.13 cannot save a DTensor whose piece is a view with
+        an offset (torch.save, "invalid python storage")."""
+        for number, (key, index) in enumerate(self.replacements.targets[i].get(slot, ())):
+            value, cells = self.envs[i][slot], self.state.pieces[key]
+            if value is not cells[index]:
+                cells[index] = value.clone() if number or not value.numel() else value
+                self.bindings.renew(key, cells[index])
+            self.renewed.append(key)
 
     def finish(self, buffers: Sequence[tuple[Key, Tensor]]) -> None:
         """Store what no task of the update computes, and the buffers that the microbatches have left."""
-        for i, targets in enumerate(self.replaced):
-            for slot in list(targets):
+        for i, slots in enumerate(self.replacements.others):
+            for slot in slots:
                 self.envs[i][slot] = self.envs[i][slot].clone()
                 self.keep(i, slot)
+        self.bindings.written_by_step(self.renewed)
         renewed: dict[Key, list[Tensor]] = {}
         for key, piece in buffers:
             # it may be a view of the batch, which belongs to the caller

@@ -1,0 +1,100 @@
+"""The inputs of a pass over a step, on each local device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshweave.ir.graph import Input
+from meshweave.ir.pieces import Box
+from meshweave.runtime.batches import batch_piece
+from meshweave.runtime.carries import GatheredParams
+from meshweave.runtime.executor import Compiled, Env, Meter
+from meshweave.runtime.state import LASTING, Key, State
+from meshweave.runtime.update import nodes_of
+from meshweave.runtime.uploads import numbers_on
+from meshweave.runtime.world import World
+
+
+@dataclass(slots=True)
+class _DeviceInputs:
+    """Where the inputs of a device go. `lasting`: slot, key, and index among the pieces of the state."""
+
+    lasting: list[tuple[int, Key, int]] = field(default_factory=list)
+    batch: list[tuple[int, Input, Box]] = field(default_factory=list)
+    sums: list[tuple[int, Input, Box]] = field(default_factory=list)  # of gradients, over microbatches
+    carried: list[tuple[int, str]] = field(default_factory=list)
+    constants: list[tuple[int, str]] = field(default_factory=list)
+    draws: list[int] = field(default_factory=list)
+    slots: dict[Key, int] = field(default_factory=dict)
+
+
+class Inputs:
+    """Fills the environments of the local devices."""
+
+    def __init__(self, world: World, ranks: Sequence[Compiled], accumulate: int) -> None:
+        """`accumulate`: the microbatches of a step."""
+        self.world, self._ranks, self.accumulate = world, ranks, accumulate
+        self._constants = {n: x.to(world.device) for r in ranks for n, x in r.graph.constants.items()}
+        self._devices = [self._device(rank, device) for rank, device in zip(ranks, world.devices, strict=True)]
+
+    def _device(self, rank: Compiled, device: int) -> _DeviceInputs:
+        its = _DeviceInputs()
+        for item, layout, slot in zip(rank.graph.inputs, rank.graph.layouts, rank.inputs, strict=True):
+            its.slots[item.kind, item.name] = slot
+            if item.kind in LASTING:
+                holders = [d for d in self.world.devices if d in layout.mesh]
+                its.lasting.append((slot, (item.kind, item.name), holders.index(device)))
+            elif item.kind in ("batch", "acc"):
+                entry = slot, item, layout.box_of(item.spec.shape, device)
+                (its.batch if item.kind == "batch" else its.sums).append(entry)
+            elif item.kind == "carry":
+                its.carried.append((slot, item.name))
+            elif item.kind == "constant":
+                its.constants.append((slot, item.name))
+            elif item.name == "draw":
+                its.draws.append(slot)
+        return its
+
+    def fill(
+        self,
+        envs: Sequence[Env],
+        state: State,
+        batch: Mapping[str, Tensor],
+        draw: int,
+        carries: Sequence[GatheredParams],
+        between: Sequence[dict[Key, Tensor]],
+        meter: Meter | None,
+    ) -> None:
+        """Fill fresh environments. `draw` is the number of the pass, for random ops. `between` are the values that the
+        previous microbatch has left on each device; its sums of gradients are handed over, and are 0 for the first."""
+        number = numbers_on(self.world.device, {"draw": draw}, torch.int64)["draw"]
+        pieces = state.pieces
+        for i, (its, env, gathered, left) in enumerate(zip(self._devices, envs, carries, between, strict=True)):
+            for slot, key, index in its.lasting:
+                env[slot] = pieces[key][index]
+            for slot, item, box in its.batch:
+                env[slot] = batch_piece(self.world, item, box, batch[item.name], self.accumulate)
+            for slot, name in its.carried:
+                env[slot] = gathered[name]
+            for slot, name in its.constants:
+                env[slot] = self._constants[name]
+            for slot in its.draws:
+                env[slot] = number
+            for slot, item, box in its.sums:
+                env[slot] = left.pop(("acc", item.name), None)
+                if env[slot] is None:
+                    env[slot] = torch.zeros(box.size, dtype=item.spec.dtype, device=self.world.device)
+                elif meter is not None:
+                    self._handed_over(meter, i, item.name, env[slot])
+            for key, value in left.items():
+                if key in its.slots:
+                    env[its.slots[key]] = value
+
+    def _handed_over(self, meter: Meter, index: int, name: str, total: Tensor) -> None:
+        inputs, results = nodes_of(self._ranks[index])
+        meter.on_value(index, inputs["acc", name], total)
+        meter.freed(index, results["acc", name])
