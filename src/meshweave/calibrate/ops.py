@@ -19,8 +19,8 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Value
-from meshweave.runtime.executor import FORWARD, Compiled, TaskRecorder, compile_tasks, evaluate
-from meshweave.runtime.serial import SerialExecutor
+from meshweave.runtime.executor import FORWARD, Compiled, compile_tasks, evaluate
+from meshweave.runtime.serial import Alone, SerialExecutor
 from meshweave.simulate.classify import work_of
 
 MOST_MEDIANS = 3.0
@@ -77,18 +77,6 @@ def typical(samples: Sequence[float]) -> float:
     return sum(min(seconds, most) for seconds in samples) / len(samples)
 
 
-class NoCommunicator:
-    """Single ops do not communicate."""
-
-    recorder: TaskRecorder | None = None
-
-    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
-        raise AssertionError("a single op starts no communication")
-
-    def wait(self, started: Any) -> Any:
-        raise AssertionError("a single op waits for no communication")
-
-
 class RepeatedOp:
     """Repetitions of an op in the executor's own loop: every result is freed before the next op runs, as in a step
     whose values are used at once."""
@@ -97,7 +85,7 @@ class RepeatedOp:
         self.case, self.repeats, self.device = case, repeats, device
         tensors = [x for args in case.operands for x in tensors_of(args)]
         compiled = compile_tasks(_graph(case, repeats), device)
-        self._executor = SerialExecutor(compiled, 0, NoCommunicator())
+        self._executor = SerialExecutor(compiled, 0, Alone())
         (self._env,) = self._executor.environment()
         for slot, tensor in zip(compiled.inputs, tensors, strict=True):
             self._env[slot] = tensor

@@ -177,12 +177,23 @@ def op_name(target: Any) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def argument(node: fx.Node, position: int) -> Any:
-    """An argument by its position in the op's schema, whether it was passed by position or by name."""
+def argument(node: fx.Node, position: int, default: Any = None) -> Any:
+    """An argument by its position in the op's schema, whether it was passed by position or by name; `default` if it was
+    omitted."""
     if position < len(node.args):
         return node.args[position]
-    arguments = arguments_of(node.target) if is_operator(node.target) else []
-    return node.kwargs.get(arguments[position].name) if position < len(arguments) else None
+    arguments = arguments_of(node.target) if node.kwargs and is_operator(node.target) else []
+    return node.kwargs.get(arguments[position].name, default) if position < len(arguments) else default
+
+
+def named_argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument by its name in the op's schema; `default` if it was omitted."""
+    return argument(node, [entry.name for entry in arguments_of(node.target)].index(name), default)  # type: ignore[arg-type]
+
+
+def is_descending(sort: fx.Node) -> bool:
+    """Whether a sort, of all elements or of each block, puts the largest first."""
+    return bool(named_argument(sort, "descending"))
 
 
 def row_index(node: fx.Node) -> fx.Node | None:

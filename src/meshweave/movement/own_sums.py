@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.interop.ops import arguments_of
 from meshweave.ir import ops
 from meshweave.ir.blocks import num_blocks_of
-from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, row_index, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, StepGraph, copy_meta, is_descending, row_index, spec_of, tensor_inputs
 from meshweave.ir.layout import WHOLE, Layout
 from meshweave.sharding.assign import Assignment, Own, Role, Shard, realize
 from meshweave.sharding.owned import by_rows
@@ -117,7 +116,7 @@ def _inverted(index: fx.Node | None) -> fx.Node | None:
     (`inverse[order] = arange`), or sorted once more."""
     root = ops.unmoved(index) if index is not None else None
     if root is not None and _is_order(root):
-        if _is_descending(_args(root)[0]):
+        if is_descending(_args(root)[0]):
             return None
         order = ops.unmoved(_args(_args(root)[0])[0])
         return order if _is_order(order) and num_blocks_of(order) == num_blocks_of(root) else None
@@ -148,11 +147,6 @@ def _put(graph: fx.Graph, zeros: fx.Node, at: fx.Node, rows: fx.Node, num_blocks
     if num_blocks:
         return graph.call_function(ours.block_put.default, (zeros, at, rows, True, num_blocks))
     return graph.call_function(aten.index_put.default, (zeros, [at], rows, True))
-
-
-def _is_descending(sort: fx.Node) -> bool:
-    names = [entry.name for entry in arguments_of(sort.target)]  # type: ignore[arg-type]
-    return bool(argument(sort, names.index("descending")))
 
 
 def _divided(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx.Node:

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from meshweave.chunks.cut import FIXED, Cut
-from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, row_index, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, StepGraph, argument, copy_meta, is_descending, row_index, spec_of, tensor_inputs
 from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import CASTS
 from meshweave.ir.verify import verify_step
 from meshweave.rows.captured import described, has_experts
-from meshweave.rows.orders import Counted, Sorted, is_descending
+from meshweave.rows.orders import Counted, Sorted
 from meshweave.rows.regions import Regions, regions
 from meshweave.rows.row_rules import fits
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from meshweave.chunks.cut import Cut, NoCut, Shape
 from meshweave.ir.collectives import WAIT, communicates
-from meshweave.ir.graph import argument, row_index, spec_of, tensor_inputs
+from meshweave.ir.graph import argument, is_descending, row_index, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, RANK_CHANGES, RESHAPES
 from meshweave.rows.row_rule import End, RowRule
 
@@ -131,10 +131,6 @@ def _sort(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     if into[1] != size or is_descending(node):
         raise NoCut("it sorts incomplete positions")
     return RowRule((cut,), (_rows(cut, into[0], into), _rows(cut, into[0], (order, size))))  # the inverse
-
-
-def is_descending(sort: fx.Node) -> bool:
-    return bool(argument(sort, 2 if sort.target is aten.sort.default else 3))
 
 
 def _quotient(node: fx.Node, end: End, cut: Cut) -> RowRule | None:

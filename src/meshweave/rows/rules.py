@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import spec_of, tensor_inputs
+from meshweave.ir.graph import argument, spec_of, tensor_inputs
 from meshweave.sharding.factors import Dim, Rule, RuleBuilder
-from meshweave.sharding.registry import RuleFunction, argument, pointwise, result_specs
+from meshweave.sharding.registry import RuleFunction, pointwise, result_specs
 
 aten = torch.ops.aten
 

@@ -93,11 +93,6 @@ def _text_rule(text: str, linear: tuple[Linear, ...]) -> RuleFunction:
     return rule
 
 
-def argument(node: fx.Node, position: int, default: Any = None) -> Any:
-    """Positional argument of an op; `default` if omitted."""
-    return node.args[position] if len(node.args) > position else default
-
-
 def result_specs(node: fx.Node) -> list[Spec]:
     """Specs of the tensors that a node returns; absent elements of a tuple are omitted."""
     spec = node.meta["spec"]

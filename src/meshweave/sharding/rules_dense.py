@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from meshweave.ir import ops  # noqa: F401  (defines meshweave::attention)
-from meshweave.ir.graph import Spec, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, argument, named_argument, spec_of, tensor_inputs
 from meshweave.sharding import rules_linalg, rules_rows, rules_vision  # noqa: F401  (fill the table)
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
-from meshweave.sharding.registry import add, argument, pointwise, result_specs
+from meshweave.sharding.registry import add, pointwise, result_specs
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -183,8 +183,7 @@ def _softmax_backward(node: fx.Node) -> Rule:
 
 
 def _scan(node: fx.Node) -> Rule:
-    dim: Any = node.kwargs.get("dim", -1)  # for sort.stable; argument 1 for other ops
-    return _along_dim(node, argument(node, 1, dim))
+    return _along_dim(node, named_argument(node, "dim", -1))
 
 
 def _linear_scan(node: fx.Node) -> Rule:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import spec_of, tensor_inputs
+from meshweave.ir.graph import argument, spec_of, tensor_inputs
 from meshweave.ir.ops import is_zeros
 from meshweave.sharding.factors import Dim, Rule, RuleBuilder, moved, sums
-from meshweave.sharding.registry import add, argument
+from meshweave.sharding.registry import add
 
 aten = torch.ops.aten
 

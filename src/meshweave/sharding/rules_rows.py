@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from meshweave.ir import blocks, grouped  # noqa: F401  (define the ops)
-from meshweave.ir.graph import spec_of, tensor_inputs
+from meshweave.ir.graph import argument, spec_of, tensor_inputs
 from meshweave.ir.grouped import key_of
 from meshweave.ir.ops import is_zeros
 from meshweave.sharding.factors import Dim, Keyed, Rule, RuleBuilder, sums
-from meshweave.sharding.registry import add, argument
+from meshweave.sharding.registry import add
 
 ours = torch.ops.meshweave
 

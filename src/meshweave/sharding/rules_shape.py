@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from meshweave.errors import RuleError
-from meshweave.ir.graph import op_name, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import argument, op_name, origin_of, spec_of, tensor_inputs
 from meshweave.sharding import rules_index  # noqa: F401  (fills the table)
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, moved, sums
-from meshweave.sharding.registry import add, argument, result_specs
+from meshweave.sharding.registry import add, result_specs
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Spec, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, argument, spec_of, tensor_inputs
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
-from meshweave.sharding.registry import add, argument, result_specs
+from meshweave.sharding.registry import add, result_specs
 
 aten = torch.ops.aten
 
