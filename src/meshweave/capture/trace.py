@@ -25,7 +25,14 @@ from meshweave.capture.record import Call, Difference, Overwritten, Record
 from meshweave.capture.refusals import branch_hint, failure
 from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError, MeshweaveError
-from meshweave.interop.fake import DispatchMode, FakeTensor, FakeTensorMode, run_plain
+from meshweave.interop.fake import (
+    DispatchMode,
+    FakeTensor,
+    FakeTensorMode,
+    device_of,
+    run_plain,
+    without_functions,
+)
 from meshweave.interop.tracing import (
     next_sequence_number,
     running_sequence_number,
@@ -228,6 +235,8 @@ class Provenance(GlobalRandom):
         self._first = next_sequence_number() - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return device_of(args[0])
         if func is aten._local_scalar_dense.default:
             return self._value(args[0])
         origin = self._origin(func)
@@ -235,9 +244,11 @@ class Provenance(GlobalRandom):
             self.tracer.origin = origin
         if self.phase == "update":
             return super().__torch_dispatch__(func, types, args, kwargs)
-        self.record.before(func, args, kwargs or {}, origin.source)
+        with without_functions():
+            self.record.before(func, args, kwargs or {}, origin.source)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.record.after(func, args, kwargs or {}, result, origin.source)
+        with without_functions():
+            self.record.after(func, args, kwargs or {}, result, origin.source)
         return result
 
     def run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

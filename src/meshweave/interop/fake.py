@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from meshweave.interop.ops import is_operator
 
 without_modes = _disable_current_modes  # a context in which no dispatch mode is active
+# A context without function modes, which would see each x.shape of code that autograd's backward pass calls: inside a
+# function they are not active, but the backward pass is not inside a function.
+without_functions = torch._C.DisableTorchFunction  # type: ignore[attr-defined]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -39,8 +42,17 @@ def run_plain(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Map
     if is_fake and is_operator(func) and not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
         for operand in args:
             if type(operand) is FakeTensor:
-                return operand.fake_mode.dispatch(func, types, args, kwargs)
+                with without_functions():
+                    return operand.fake_mode.dispatch(func, types, args, kwargs)
     return func(*args, **kwargs)
+
+
+def device_of(x: torch.Tensor) -> torch.device:
+    """What `prim.device` returns in a handler, to which each question for the device of a fake tensor comes: autograd
+    asks several times an op."""
+    if isinstance(x, FakeTensor):
+        return torch.device("meta") if x.fake_mode.in_kernel_invocation else x.fake_device
+    return x.device
 
 
 def fake_like(meta: torch.Tensor, like: Any) -> torch.Tensor:
