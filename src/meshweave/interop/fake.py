@@ -26,8 +26,8 @@ without_functions = torch._C.DisableTorchFunction  # type: ignore[attr-defined]
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode that sees every operator. torch wraps the handler of others so that Dynamo does not trace it, which takes a
-    tenth of an op's time; Dynamo compiles nothing while a mode is active."""
+    """A mode that sees every operator. torch wraps the handlers of others, so that Dynamo does not trace them, which
+    takes a tenth of an op's time; Dynamo compiles nothing while a mode is active."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
