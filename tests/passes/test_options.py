@@ -108,7 +108,6 @@ def test_the_command_line_takes_the_same_text() -> None:
 # passes of a user's own
 
 
-@dataclass(frozen=True, slots=True)
 def test_a_role_that_a_pass_left_alone_is_not_verified_again() -> None:
     role: Any = object()  # no role: the verifier would fail
     before = MeshProgram((role,))
@@ -117,6 +116,7 @@ def test_a_role_that_a_pass_left_alone_is_not_verified_again() -> None:
         MeshProgram((object(),)).verify(before)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, slots=True)
 class Double(Pass[MeshProgram]):
     """Doubles the first sum over devices, or with `times` 1 nothing."""
 
