@@ -36,7 +36,7 @@ from meshweave.rows.tables import by_expert
 from meshweave.schedule.order import without_collector
 from meshweave.sharding.assign import Price
 from meshweave.sharding.balance import balanced, takes_heads
-from meshweave.sharding.decide import decide, infer_units
+from meshweave.sharding.decide import Units, decide, infer_units
 from meshweave.sharding.hooks import pinning
 from meshweave.sharding.mapping import axes_of_operators, map_devices
 from meshweave.sharding.place import place
@@ -110,11 +110,10 @@ def build_program(
     price, rates = move_price(planner), rates_of(costs)
     placing = partial(place, price=price, rates=rates, decided={})  # equal ops are decided once, in all placements
     captured, sequence = _with_sequence(verify_step(captured), resolved, mesh, placing)
-    resolved = _with_choices(resolved, source, captured, mesh, price, placing, progress, like)
+    resolved, units = _with_choices(resolved, source, captured, mesh, price, placing, progress, like)
     cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
     pipeline = _with_ring(pipeline, resolved)
     step = pipeline.captured(CapturedProgram(captured, cuts), costs, progress)
-    units = infer_units(captured)
 
     def built(step: StepGraph, pipeline: Pipeline) -> Program:
         step = _with_rows(step, resolved, mesh)
@@ -206,15 +205,16 @@ def _with_choices(
     placing: Placing,
     progress: Progress,
     like: Program | None,
-) -> Resolved:
-    """The plan with its open choices settled, as in `like` if that is not None."""
+) -> tuple[Resolved, Units]:
+    """The plan with its open choices settled, as in `like` if that is not None, and the units of parameters."""
     model, named = source.model, axes_of_operators(captured, mesh)
     usual_stages(resolved, model, mesh, named)
     check_axes(resolved, mesh, named)
     progress("place")
+    units = infer_units(captured)
     if like is not None and like.resolved is not None:
-        return like.resolved
-    units, homes = infer_units(captured), map_devices(captured, resolved.homes, mesh)
+        return like.resolved, units
+    homes = map_devices(captured, resolved.homes, mesh)
 
     def place_with(resolved_choice: Resolved) -> StepGraph:
         return placing(captured, decide(resolved_choice, captured, mesh, units, homes))
@@ -222,4 +222,4 @@ def _with_choices(
     # Without a plan, operators in the model keep the axes that they use.
     for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
         resolved = choose_tp(model, captured, resolved, axis, place_with, price)
-    return resolved
+    return resolved, units

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.effort import calls_of
 from tests.training import assert_equals_eager, assert_tensors, batches, mse, sgd, train, train_eagerly
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -95,6 +96,16 @@ def test_a_backward_node_has_the_origin_of_the_op_whose_gradient_it_is(stack: St
     assert all(o.source.endswith(line(Block.forward, "self.up(")) for o in mms)
     norms = [n.meta["origin"] for n in calls(stack, "aten.native_layer_norm_backward", "backward")]
     assert [o.module for o in norms] == ["layers.1.norm", "layers.0.norm"]
+
+
+def test_an_op_is_captured_without_detours() -> None:
+    """Calls for each node, in both runs of the model: more where fake operands, or questions for their devices, go
+    through torch's dispatcher again, or where function modes see what the tracer reads in backward."""
+    (example,) = batches(1, (3, 4), (3, 4))
+    captured(Stack(depth=2), example)  # imports, and torch's cache of fake results
+    sizes = [len(captured(Stack(depth=depth), example).graph.nodes) for depth in (2, 6)]
+    few, many = (calls_of(lambda depth=depth: captured(Stack(depth=depth), example)) for depth in (2, 6))  # type: ignore[misc]
+    assert (many - few) / (sizes[1] - sizes[0]) < 1000
 
 
 def test_loss_and_update_say_so(stack: StepGraph) -> None:

@@ -105,6 +105,14 @@ def test_the_command_line_takes_the_same_text() -> None:
     assert asked.job("dp=2", "").pass_pipeline == expected
 
 
+def test_a_role_that_a_pass_left_alone_is_not_verified_again() -> None:
+    role: Any = object()  # no role: the verifier would fail
+    before = MeshProgram((role,))
+    before.verify(before)
+    with pytest.raises(AttributeError):
+        MeshProgram((object(),)).verify(before)  # type: ignore[arg-type]
+
+
 # passes of a user's own
 
 

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
+from tests.effort import calls_of
 from tests.models import hugging_face
 from tests.sequences import Shape, plain
 from torch import nn
@@ -16,7 +17,7 @@ from meshweave.hardware import load_profile
 from meshweave.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import op_name
-from meshweave.ir.rank import RankGraph
+from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, local_values
 from meshweave.sharding.registry import TABLE
@@ -38,6 +39,12 @@ def program(model: nn.Module, batch: object, loss: object, mesh: str = "") -> Ra
 @pytest.fixture(scope="module")
 def llama() -> RankGraph:
     return program(*hugging_face("llama", batch=4, heads=4), mesh="fsdp=2,tp=2")
+
+
+def test_what_an_op_returns_is_evaluated_once_for_all_forms_of_a_program(llama: RankGraph) -> None:
+    local_values(llama)
+    again = copied(llama)
+    assert calls_of(lambda: local_values(again)) < 75 * len(again.graph.nodes)
 
 
 class Small(nn.Module):

@@ -19,7 +19,7 @@ from meshweave.capture.optimizer_numbers import DataNumber, of_data, untraceable
 from meshweave.capture.optimizer_record import FILLS, Decision, Num, OptimizerCall, OptimizerRecord, Ref
 from meshweave.errors import CaptureError
 from meshweave.interop import pytree
-from meshweave.interop.fake import TorchDispatchMode
+from meshweave.interop.fake import DispatchMode
 from meshweave.interop.ops import arguments_of, returns_of
 from meshweave.ir.traits import is_random
 
@@ -62,7 +62,7 @@ class _Items(TorchFunctionMode):
             x[index].copy_(value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype))
 
 
-class OptimizerRecorder(TorchDispatchMode):
+class OptimizerRecorder(DispatchMode):
     """Records a run.
 
     `decisions` are taken in order where the code branches on data; further branches are False. `before` is an earlier

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,11 +21,18 @@ from meshweave.capture.constants import with_positions
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.functional import functional
 from meshweave.capture.random_ops import RANDOM
-from meshweave.capture.record import Call, Difference, Overwritten, Record, tensors_in
+from meshweave.capture.record import Call, Difference, Overwritten, Record
 from meshweave.capture.refusals import branch_hint, failure
 from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError, MeshweaveError
-from meshweave.interop.fake import FakeTensor, FakeTensorMode, TorchDispatchMode
+from meshweave.interop.fake import (
+    DispatchMode,
+    FakeTensor,
+    FakeTensorMode,
+    device_of,
+    run_plain,
+    without_functions,
+)
 from meshweave.interop.tracing import (
     next_sequence_number,
     running_sequence_number,
@@ -44,12 +52,13 @@ _CHECKPOINT = torch.utils.checkpoint.__file__
 _SITE = str(Path(torch.__file__).parents[1])
 
 
+@cache
 def _is_foreign(filename: str) -> bool:
     return not filename.startswith((_TORCH, _OURS, "<")) and "contextlib" not in filename
 
 
 def _place(filename: str, line: int, function: str) -> str:
-    for root in (_SITE, str(Path.cwd())):
+    for root in (_SITE, os.getcwd()):
         if filename.startswith(root + "/"):
             filename = filename[len(root) + 1 :]
     return f"{filename}:{line} in {function}"
@@ -105,7 +114,7 @@ def _next_op(func: Any) -> int | None:
     return seed % (1 << (_OP_BITS + _DRAW_BITS)) >> _DRAW_BITS
 
 
-class GlobalRandom(TorchDispatchMode):
+class GlobalRandom(DispatchMode):
     """Random ops as functions of (seed, step, call number, global index): the same values on every mesh.
 
     The call number is the state of PyTorch's default generator, so that code that saves and restores that state (a
@@ -167,11 +176,16 @@ class GlobalRandom(TorchDispatchMode):
             )
         if func is aten.resize_.default and tuple(args[0].shape) == tuple(args[1]):  # by randn(out=) and others
             return args[0]
-        return self.run(func, args, kwargs)
+        return self.run(func, types, args, kwargs)
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an op that is not random: by a meshweave op if the original supports only some dtypes."""
-        return OF_OTHERS.get(str(func), func)(*args, **kwargs)
+        return _own_form(func)(*args, **kwargs)
+
+
+@cache
+def _own_form(func: Any) -> Any:
+    return OF_OTHERS.get(str(func), func)
 
 
 def _is_silent_random(func: Any, args: Any) -> bool:
@@ -221,6 +235,8 @@ class Provenance(GlobalRandom):
         self._first = next_sequence_number() - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return device_of(args[0])
         if func is aten._local_scalar_dense.default:
             return self._value(args[0])
         origin = self._origin(func)
@@ -228,17 +244,19 @@ class Provenance(GlobalRandom):
             self.tracer.origin = origin
         if self.phase == "update":
             return super().__torch_dispatch__(func, types, args, kwargs)
-        self.record.before(func, args, kwargs or {}, origin.source)
+        with without_functions():
+            self.record.before(func, args, kwargs or {}, origin.source)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.record.after(func, args, kwargs or {}, result, origin.source)
+        with without_functions():
+            self.record.after(func, args, kwargs or {}, result, origin.source)
         return result
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op like the tracer: in a run that is compared with the trace, constants come from the same
         decompositions."""
         args = with_positions(func, args)
-        versions = [OF_OTHERS.get(str(func), func)]
-        if self.record.expected is not None and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs))):
+        versions = [_own_form(func)]
+        if self.record.expected is not None and FakeTensor not in types:
             versions.insert(0, decomposition_table().get(func, func))
         # What is made like data is often filled with data, piece by piece: numbers are fake from the start. Masks and
         # positions stay real, so that control flow on them is decided.
@@ -246,7 +264,7 @@ class Provenance(GlobalRandom):
         is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
         is_fake = is_like_data or self.record.call in self.overwritten
         with self.step.fake_mode if is_fake else nullcontext():  # type: ignore[attr-defined]
-            results = (version(*args, **kwargs) for version in versions)  # a decomposition may decline
+            results = (run_plain(version, types, args, kwargs) for version in versions)  # a decomposition may decline
             result = next(result for result in results if result is not NotImplemented)
         return result if func not in _UNINITIALIZED or isinstance(result, FakeTensor) else result.zero_()
 

@@ -15,7 +15,7 @@ from meshweave.capture.constants import is_computed_at_capture
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.record import SILENT, tensors_in
 from meshweave.errors import CaptureError
-from meshweave.interop.fake import FakeTensor, TorchDispatchMode
+from meshweave.interop.fake import DispatchMode, FakeTensor, run_plain
 from meshweave.interop.ops import is_mutable, is_operator
 from meshweave.interop.tracing import decomposes_itself
 from meshweave.ir.graph import Origin, specs_of
@@ -46,7 +46,7 @@ class Traced:
         return fx.GraphModule(dict(self.constants), self.graph)
 
 
-class GraphTracer(TorchDispatchMode):
+class GraphTracer(DispatchMode):
     """While active, every op is recorded into `graph` and runs.
 
     Ops of the table of decompositions, and composites that autograd decomposes at run time, are replaced by their
@@ -93,9 +93,9 @@ class GraphTracer(TorchDispatchMode):
             return self._kept(func(*args, **kwargs))
         if func is aten.lift_fresh.default:  # the constant must not change when the result is written
             func = aten.lift_fresh_copy.default
-        node = self.graph.call_function(func, tuple(self._written(args)), self._written(kwargs))
+        node = self.graph.create_node("call_function", func, tuple(self._written(args)), self._written(kwargs), "op")
         node.meta["origin"] = self.origin
-        result = func(*args, **kwargs)
+        result = run_plain(func, types, args, kwargs)
         self._track(result, node)
         return result
 

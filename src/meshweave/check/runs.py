@@ -16,7 +16,7 @@ from meshweave.capture.step import Substituted, cast_for_eager
 from meshweave.capture.step_inputs import state_name
 from meshweave.capture.trace import GlobalRandom
 from meshweave.interop import pytree
-from meshweave.interop.fake import TorchDispatchMode
+from meshweave.interop.fake import DispatchMode
 from meshweave.ir.mesh import Mesh
 
 # An optimizer's update, and the effect of a wrong term in it, grow with the learning rate: at 0.03 the weight decay of
@@ -229,7 +229,7 @@ class Eager:
         return _state_of(self.model, self.optimizer)
 
 
-class Narrowest(TorchDispatchMode):
+class Narrowest(DispatchMode):
     """While active, records whether an op returns floating-point numbers of less than float64."""
 
     def __init__(self) -> None:

@@ -6,6 +6,7 @@ this table: they have their own semantics.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -113,16 +114,19 @@ def is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
+@cache
 def has_dynamic_shape(target: Any) -> bool:
     """Whether the shape of an op's result depends on data."""
     return torch.Tag.dynamic_output_shape in getattr(target, "tags", ())
 
 
+@cache
 def is_random(target: Any) -> bool:
     """Whether an op draws from a generator."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
+@cache
 def reads_data(target: Any) -> bool:
     """Whether the Python result of an op depends on the elements of a tensor."""
     return torch.Tag.data_dependent_output in getattr(target, "tags", ())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -123,14 +124,13 @@ class Inference:
 
 @dataclass(slots=True)
 class _Run(Inference):
-    """A rank graph on a device: symbols are bound, every op runs on meta tensors, equal calls once."""
+    """A rank graph on a device: symbols are bound, every op runs on meta tensors, equal calls of all graphs once."""
 
     role: RankGraph = field(kw_only=True)
     device: int = field(kw_only=True)
     symbols: Mapping[fx.Node, Any] = field(kw_only=True)
     feeds: Iterator[tuple[Input, Layout]] = field(kw_only=True)  # of placeholders, in order
     is_balanced: bool = True  # for `ragged`: devices then own more rows than possible
-    known: dict[Any, tuple[_Result, ...]] = field(default_factory=dict)
 
     def fresh(self, shape: Shape, dtype: torch.dtype) -> Values:
         return (self.value(shape, _contiguous(shape), dtype, None, prod(shape) * dtype.itemsize),)
@@ -167,12 +167,9 @@ class _Run(Inference):
         args, kwargs = map_nodes(node, describe)
         if node.target is own_rows and not self.is_balanced:
             args = (*args[:-1], 0)
-        key = (node.target, _frozen(args), _frozen(kwargs))
-        if key not in self.known:
-            self.known[key] = _evaluate(node, args, kwargs)
         return tuple(
             self.value(shape, stride, dtype, operands[base] if base >= 0 else None, num_bytes)
-            for shape, stride, dtype, base, num_bytes in self.known[key]
+            for shape, stride, dtype, base, num_bytes in _evaluate(node, args, kwargs)
         )
 
     def transferred(self, node: fx.Node) -> Values:
@@ -182,40 +179,55 @@ class _Run(Inference):
         return self.fresh(tuple(sent.target.box_of(sent.spec.shape, self.device).size), sent.spec.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of an op on operands without data. `key` identifies it, numbers of different types apart."""
+
+    target: Any
+    key: Any
+    args: Any = field(compare=False)
+    kwargs: Any = field(compare=False)
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+
+    def results(self, device: str) -> tuple[_Result, ...]:
+        tensors: list[torch.Tensor] = []
+
+        def make(value: Any) -> Any:
+            if isinstance(value, _Operand):
+                tensors.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device))
+                return tensors[-1]
+            if isinstance(value, (list, tuple)):
+                return [make(item) for item in value]
+            return value
+
+        plain = [make(value) for value in self.args]
+        named = {name: make(value) for name, value in self.kwargs.items()}
+        if self.target in FACTORIES:
+            named["device"] = device
+        results = self.target(*plain, **named)
+        bases = {storage_key(x): i for i, x in enumerate(tensors)}
+        return tuple(_result(x, bases) for x in (results if isinstance(results, (list, tuple)) else (results,)))
+
+
+@lru_cache(1 << 14)
+def _evaluated(call: _Call) -> tuple[_Result, ...]:
+    try:
+        return call.results("meta")
+    except NotImplementedError:  # no meta kernel: fake tensors run the op on zeros
+        with FakeTensorMode():
+            return call.results("cpu")
+
+
 def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
     """The results of an op on operands without data."""
     try:
-        try:
-            return _run_without_data(node, args, kwargs, "meta")
-        except NotImplementedError:  # no meta kernel: fake tensors run the op on zeros
-            with FakeTensorMode():
-                return _run_without_data(node, args, kwargs, "cpu")
+        return _evaluated(_Call(node.target, (_frozen(args), _frozen(kwargs)), args, kwargs))
     except Exception as error:
         raise VerifyError(
             f"{op_name(node.target)} cannot be evaluated without data",
             where=str(origin_of(node)),
             got=f"{type(error).__name__}: {error}",
         ) from error
-
-
-def _run_without_data(node: fx.Node, args: Any, kwargs: Any, device: str) -> tuple[_Result, ...]:
-    tensors: list[torch.Tensor] = []
-
-    def make(value: Any) -> Any:
-        if isinstance(value, _Operand):
-            tensors.append(torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device))
-            return tensors[-1]
-        if isinstance(value, (list, tuple)):
-            return [make(item) for item in value]
-        return value
-
-    plain = [make(value) for value in args]
-    named = {name: make(value) for name, value in kwargs.items()}
-    if node.target in FACTORIES:
-        named["device"] = device
-    results = node.target(*plain, **named)  # type: ignore[operator]
-    bases = {storage_key(x): i for i, x in enumerate(tensors)}
-    return tuple(_result(x, bases) for x in (results if isinstance(results, (list, tuple)) else (results,)))
 
 
 def _result(x: torch.Tensor | None, bases: Mapping[int, int]) -> _Result:
