@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,6 +65,14 @@ def train(
     model = copy.deepcopy(model)
     step = mw.compile(model, loss=loss, example=data[0], optimizer=make(model.parameters()), mesh=mesh, **options)
     return step, [float(step(batch)) for batch in data]
+
+
+def step_of_same_program(step: mw.TrainStep, model: nn.Module, optimizer: torch.optim.Optimizer) -> mw.TrainStep:
+    """What `mw.compile` would give for another model like that of `step`, without compiling it."""
+    contract = copy.copy(step.program.contract)
+    contract.roots = {**contract.roots, "model": model}
+    program = replace(step.program, contract=contract)
+    return mw.TrainStep(program, model, optimizer, step.session.world, step.session.settings)
 
 
 def assert_trained_alike(step: mw.TrainStep, losses: list[float], eager: nn.Module, expected: list[float]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.training import assert_tensors, batches, mse
+from tests.training import assert_tensors, batches, mse, step_of_same_program
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -59,13 +60,20 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
 
 
-def pair(mesh: str, make: Callable[[], nn.Module] = Tied) -> tuple[Script, Script]:
+@cache
+def compiled(mesh: str) -> mw.TrainStep:
+    model = Tied()
+    return mw.compile(model, loss=mse, example=DATA[0], optimizer=adamw(model), mesh=mesh)
+
+
+def pair(mesh: str) -> tuple[Script, Script]:
     """The compiled script and the eager one, from the same weights."""
+    program = compiled(mesh)
     torch.manual_seed(0)
-    model = make()
+    model = Tied()
     twin = copy.deepcopy(model)
     optimizer = adamw(model)
-    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh)
+    step = step_of_same_program(program, model, optimizer)
     return Script(model, optimizer, step), Script(twin, adamw(twin))
 
 

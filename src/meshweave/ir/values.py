@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -123,14 +124,13 @@ class Inference:
 
 @dataclass(slots=True)
 class _Run(Inference):
-    """A rank graph on a device: symbols are bound, every op runs on meta tensors, equal calls once."""
+    """A rank graph on a device: symbols are bound, every op runs on meta tensors."""
 
     role: RankGraph = field(kw_only=True)
     device: int = field(kw_only=True)
     symbols: Mapping[fx.Node, Any] = field(kw_only=True)
     feeds: Iterator[tuple[Input, Layout]] = field(kw_only=True)  # of placeholders, in order
     is_balanced: bool = True  # for `ragged`: devices then own more rows than possible
-    known: dict[Any, tuple[_Result, ...]] = field(default_factory=dict)
 
     def fresh(self, shape: Shape, dtype: torch.dtype) -> Values:
         return (self.value(shape, _contiguous(shape), dtype, None, prod(shape) * dtype.itemsize),)
@@ -167,12 +167,9 @@ class _Run(Inference):
         args, kwargs = map_nodes(node, describe)
         if node.target is own_rows and not self.is_balanced:
             args = (*args[:-1], 0)
-        key = (node.target, _frozen(args), _frozen(kwargs))
-        if key not in self.known:
-            self.known[key] = _evaluate(node, args, kwargs)
         return tuple(
             self.value(shape, stride, dtype, operands[base] if base >= 0 else None, num_bytes)
-            for shape, stride, dtype, base, num_bytes in self.known[key]
+            for shape, stride, dtype, base, num_bytes in _evaluate(node, args, kwargs)
         )
 
     def transferred(self, node: fx.Node) -> Values:
@@ -182,14 +179,21 @@ class _Run(Inference):
         return self.fresh(tuple(sent.target.box_of(sent.spec.shape, self.device).size), sent.spec.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An op on operands without data. Calls with equal keys have equal results."""
+
+    key: Any
+    target: Any = field(compare=False)
+    args: Any = field(compare=False)
+    kwargs: Mapping[str, Any] = field(compare=False)
+
+
 def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
     """The results of an op on operands without data."""
+    key = (node.target, _frozen(args), _frozen(kwargs), torch.get_default_dtype())
     try:
-        try:
-            return _run_without_data(node, args, kwargs, "meta")
-        except NotImplementedError:  # no meta kernel: fake tensors run the op on zeros
-            with FakeTensorMode():
-                return _run_without_data(node, args, kwargs, "cpu")
+        return _evaluated(_Call(key, node.target, args, kwargs))
     except Exception as error:
         raise VerifyError(
             f"{op_name(node.target)} cannot be evaluated without data",
@@ -198,7 +202,16 @@ def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
         ) from error
 
 
-def _run_without_data(node: fx.Node, args: Any, kwargs: Any, device: str) -> tuple[_Result, ...]:
+@lru_cache(1 << 14)  # the graphs of a step, before and after each pass, have most calls in common
+def _evaluated(call: _Call) -> tuple[_Result, ...]:
+    try:
+        return _run_without_data(call, "meta")
+    except NotImplementedError:  # no meta kernel: fake tensors run the op on zeros
+        with FakeTensorMode():
+            return _run_without_data(call, "cpu")
+
+
+def _run_without_data(call: _Call, device: str) -> tuple[_Result, ...]:
     tensors: list[torch.Tensor] = []
 
     def make(value: Any) -> Any:
@@ -209,11 +222,11 @@ def _run_without_data(node: fx.Node, args: Any, kwargs: Any, device: str) -> tup
             return [make(item) for item in value]
         return value
 
-    plain = [make(value) for value in args]
-    named = {name: make(value) for name, value in kwargs.items()}
-    if node.target in FACTORIES:
+    plain = [make(value) for value in call.args]
+    named = {name: make(value) for name, value in call.kwargs.items()}
+    if call.target in FACTORIES:
         named["device"] = device
-    results = node.target(*plain, **named)  # type: ignore[operator]
+    results = call.target(*plain, **named)
     bases = {storage_key(x): i for i, x in enumerate(tensors)}
     return tuple(_result(x, bases) for x in (results if isinstance(results, (list, tuple)) else (results,)))
 
