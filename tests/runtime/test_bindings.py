@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.training import assert_tensors, batches, mse, step_of_same_program
+from tests.training import assert_tensors, batches, compile_once, mse
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -60,20 +59,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
 
 
-@cache
-def compiled(mesh: str) -> mw.TrainStep:
-    model = Tied()
-    return mw.compile(model, loss=mse, example=DATA[0], optimizer=adamw(model), mesh=mesh)
-
-
 def pair(mesh: str) -> tuple[Script, Script]:
     """The compiled script and the eager one, from the same weights."""
-    program = compiled(mesh)
     torch.manual_seed(0)
     model = Tied()
     twin = copy.deepcopy(model)
     optimizer = adamw(model)
-    step = step_of_same_program(program, model, optimizer)
+    step = compile_once((__name__, mesh), model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh)
     return Script(model, optimizer, step), Script(twin, adamw(twin))
 
 
