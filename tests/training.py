@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 
 import meshweave as mw
+from meshweave.build import build_program
 from meshweave.capture.batch import call_model
+from meshweave.capture.step import StepSource
 from meshweave.errors import StepError
 from meshweave.ir.graph import origin_of
+from meshweave.program import Program
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -64,6 +70,27 @@ def train(
     model = copy.deepcopy(model)
     step = mw.compile(model, loss=loss, example=data[0], optimizer=make(model.parameters()), mesh=mesh, **options)
     return step, [float(step(batch)) for batch in data]
+
+
+_PROGRAMS: dict[Any, Program] = {}
+
+
+def compile_once(key: Any, model: nn.Module, **options: Any) -> mw.TrainStep:
+    """`mw.compile`, whose program (of the example, not of other batches) is built once a process for all models alike
+    that are given the same key. Not for models whose Python state changes between steps, and nothing may change the
+    program's graphs."""
+
+    def build(source: StepSource, *rest: Any) -> Program:
+        if rest[-1] is not None:  # it shares the state of another program
+            return build_program(source, *rest)
+        if key not in _PROGRAMS:
+            _PROGRAMS[key] = build_program(source, *rest)
+        contract = copy.copy(_PROGRAMS[key].contract)
+        contract.roots = {"model": source.model, "loss": source.loss, "forward": source.forward}
+        return replace(_PROGRAMS[key], contract=contract)
+
+    with patch.object(importlib.import_module("meshweave.compile"), "build_program", build):
+        return mw.compile(model, **options)
 
 
 def assert_trained_alike(step: mw.TrainStep, losses: list[float], eager: nn.Module, expected: list[float]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import assert_tensors, batches, mse
+from tests.training import assert_tensors, batches, compile_once, mse
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -59,13 +59,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
 
 
-def pair(mesh: str, make: Callable[[], nn.Module] = Tied) -> tuple[Script, Script]:
+def pair(mesh: str) -> tuple[Script, Script]:
     """The compiled script and the eager one, from the same weights."""
     torch.manual_seed(0)
-    model = make()
+    model = Tied()
     twin = copy.deepcopy(model)
     optimizer = adamw(model)
-    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh)
+    step = compile_once((__name__, mesh), model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh)
     return Script(model, optimizer, step), Script(twin, adamw(twin))
 
 

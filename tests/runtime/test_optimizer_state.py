@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.runtime.test_bindings import DATA, Script, Tied
-from tests.training import assert_tensors, batches, mse
+from tests.training import assert_tensors, batches, compile_once, mse
 from torch import Tensor, nn
 
 import meshweave as mw
@@ -28,7 +28,7 @@ def pair(make: str, mesh: str) -> tuple[Script, Script]:
     model = Tied()
     twin = copy.deepcopy(model)
     optimizer = MAKE[make](model.parameters())
-    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh)
+    step = compile_once((__name__, make, mesh), model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh)
     return Script(model, optimizer, step), Script(twin, MAKE[make](twin.parameters()))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import Breaks, batches, mse
+from tests.training import Breaks, batches, compile_once, mse
 from torch import Tensor, nn
 
 import meshweave as mw
@@ -23,9 +23,8 @@ def compiled(mesh: str = "dp=2", accumulate: int = 1) -> mw.TrainStep:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4))
     optimizer, example = ADAM(model.parameters()), data(accumulate)[0]
-    return mw.compile(
-        model, loss=mse, example=example, optimizer=optimizer, mesh=mesh, accumulate=accumulate, keep_gradients=True
-    )
+    options = {"mesh": mesh, "accumulate": accumulate, "keep_gradients": True}
+    return compile_once((__name__, mesh, accumulate), model, loss=mse, example=example, optimizer=optimizer, **options)
 
 
 def data(accumulate: int = 1) -> list[dict[str, Tensor]]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.processes import Job, free_port
-from tests.training import batches, mse
+from tests.training import batches, compile_once, mse
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -38,7 +38,8 @@ def train_step(mesh: str = "fsdp=2", seed: int = 0) -> mw.TrainStep:
     model = Net(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     example = batches(1, (4, 8), (4, 8))[0]
-    return mw.compile(model, loss=mse, example=example, optimizer=optimizer, mesh=mesh, profile="alpha-beta")
+    options = {"loss": mse, "example": example, "optimizer": optimizer, "mesh": mesh, "profile": "alpha-beta"}
+    return compile_once((__name__, mesh), model, **options)
 
 
 DATA = batches(6, (4, 8), (4, 8))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.processes import Job
-from tests.training import batches, train
+from tests.training import batches, compile_once, mse, sgd
 from torch import fx, nn
 
 import meshweave as mw
@@ -45,7 +45,12 @@ class Layers(nn.Module):
 
 def compiled(mesh: str, accumulate: int = 1) -> tuple[mw.TrainStep, list[Any]]:
     data = batches(3, (8, 8), (8, 8))
-    step, _ = train(Layers(), data[:1], mesh, accumulate=accumulate, profile="alpha-beta")
+    model = Layers()
+    options = {"mesh": mesh, "accumulate": accumulate, "profile": "alpha-beta"}
+    optimizer = sgd(model.parameters())
+    key = (__name__, mesh, accumulate)
+    step = compile_once(key, model, loss=mse, example=data[0], optimizer=optimizer, **options)
+    step(data[0])
     return step, data
 
 

@@ -238,7 +238,7 @@ def test_a_cap_that_nothing_keeps_names_the_least_and_the_tensors() -> None:
 
 
 def test_a_tight_cap_is_kept() -> None:
-    _, roomy = overlap_role(program().rank, H100)
+    _, (roomy,) = scheduled()
     _, tight = overlap_role(program().rank, H100, roomy.peak_before)
     assert tight.peak_bytes <= roomy.peak_before
     assert tight.seconds < roomy.seconds_before

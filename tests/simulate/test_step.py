@@ -120,7 +120,7 @@ def test_orders_of_passes() -> None:
 
 @pytest.fixture(scope="module")
 def stages() -> Program:
-    return compiled("pp=2", mw.Plan.stages("pp"), accumulate=8, layers=4)
+    return compiled("pp=2", mw.Plan.stages("pp"), accumulate=8, layers=2)
 
 
 def test_stages_overlap_in_a_pipeline_and_not_one_after_the_other(stages: Program) -> None:

@@ -1,0 +1,43 @@
+"""What a device holds of every value of a graph is inferred once for equal calls of an op, in whatever graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.training import mse, sgd
+from torch import fx, nn
+
+import meshweave as mw
+from meshweave.ir import values
+from meshweave.ir.rank import RankGraph
+
+
+def role() -> RankGraph:
+    model, x = nn.Linear(6, 4), torch.randn(8, 6)
+    example = {"input": x, "y": torch.randn(8, 4)}
+    options = {"example": example, "optimizer": sgd(model.parameters()), "mesh": "fsdp=2"}
+    return mw.compile(model, loss=mse, **options).program.rank
+
+
+def test_a_second_graph_of_the_same_calls_runs_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = values.local_values(role()).values.values()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("an op ran again")
+
+    monkeypatch.setattr(values, "_run_without_data", refuse)
+    assert list(values.local_values(role()).values.values()) == list(first)
+
+
+def test_a_call_under_another_default_dtype_is_another_call() -> None:
+    integers = values._Operand((2,), (1,), torch.int64)
+    node = fx.Graph().call_function(torch.ops.aten.div.Tensor)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            ((_, _, result, _, _),) = values._evaluate(node, (integers, integers), {})
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(result)
+    assert found == [torch.float32, torch.float64]
