@@ -25,7 +25,7 @@ def test_a_second_graph_of_the_same_calls_runs_none_of_them(monkeypatch: pytest.
     def refuse(*_: object) -> None:
         raise AssertionError("an op ran again")
 
-    monkeypatch.setattr(values, "_run_without_data", refuse)
+    monkeypatch.setattr(values._Call, "results", refuse)
     assert list(values.local_values(role()).values.values()) == list(first)
 
 
