@@ -34,13 +34,10 @@ def loss_of(logits, tokens):
 class Module(lightning.LightningModule):
     def __init__(self, mesh):
         super().__init__()
-        self.net, self.mesh, self.automatic_optimization = Net(), mesh, False
+        self.net, self.mesh, self.step, self.automatic_optimization = Net(), mesh, None, False
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.net.parameters(), lr=2e-3)
-
-    def on_fit_start(self):
-        self.step = None  # every fit has an optimizer of its own
 
     def training_step(self, tokens, index):
         options = {"optimizer": self.optimizers().optimizer, "mesh": self.mesh}
