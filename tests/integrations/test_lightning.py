@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -164,6 +166,7 @@ def job_fit_twice(pipe: Connection) -> dict[str, Any]:
 
 
 @pytest.mark.multiprocess
+@patch.dict(os.environ)  # Lightning writes WORLD_SIZE and others
 def test_processes_validate_and_fit_again_as_one_but_not_by_backward_passes_of_lightning(
     start: Callable[..., Job],
 ) -> None:

@@ -54,8 +54,8 @@ def register_rule(
 ) -> None:
     """Teach meshweave an op: `mw.register_rule(torch.ops.my.op, "b s h -> b s h", linear=(0,))`.
 
-    An op, and its `backward`, is an operator (with its overload, if it has several: `torch.ops.aten.add.Tensor`) or a function
-    decorated by `torch.library.custom_op`.
+    An op, and its `backward`, is an operator (with its overload, if it has several: `torch.ops.aten.add.Tensor`) or a
+    function decorated by `torch.library.custom_op`.
 
     The text names the factors of every tensor operand and result: a shared letter is a shared loop, a sharded factor
     that a result lacks makes that result a partial sum, `h!` cannot be sharded. `linear` lists operands whose partial
@@ -68,8 +68,8 @@ def register_rule(
         and returning the gradient of each operand. Its rule follows from `rule`, which must be text; it has the same
         cost. Register a backward op of another form by itself; a backward of known ops needs nothing.
 
-    Raises RuleError for what is no op, a text that is no rule, an unknown kind of work, and `backward` with a rule that is
-    not text.
+    Raises RuleError for what is no op, a text that is no rule, an unknown kind of work, and `backward` with a rule that
+    is not text.
     """
     target, backward = _operator(target), None if backward is None else _operator(backward)
     modes = tuple(Linear(frozenset({i})) for i in linear)
