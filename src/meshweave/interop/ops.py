@@ -1,7 +1,7 @@
 """Operators registered in torch, and their schemas.
 
-Holds for torch 2.11 to 2.13 (torch/_ops.py, torch/_library/custom_ops.py). `torch.ops` and `torch.library.custom_op` are
-public, the classes of what they return and the schema are not; `torch.library` shows schemas only as text.
+Holds for torch 2.11 to 2.13 (torch/_ops.py, torch/_library/custom_ops.py). `torch.ops` and `torch.library.custom_op`
+are public, the classes of what they return and the schema are not; `torch.library` shows schemas only as text.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def is_operator(target: Any) -> TypeGuard[OpOverload]:
 
 
 def only_overload(target: Any) -> Any:
-    """The overload that a user means: of a function decorated by `torch.library.custom_op`, or of an operator that has a
-    single overload and is named without it (`torch.ops.my.op`). Anything else as it is."""
+    """The overload that a user means: of a function decorated by `torch.library.custom_op`, or of an operator
+    that has a single overload and is named without it (`torch.ops.my.op`). Anything else as it is."""
     if isinstance(target, CustomOpDef):
         return target._opoverload
     if isinstance(target, OpOverloadPacket) and len(names := target.overloads()) == 1:
