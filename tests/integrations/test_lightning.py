@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ class Plain(lightning.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
         self.losses: list[float] = []
+        self.validated: list[float] = []
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
@@ -44,6 +47,12 @@ class Plain(lightning.LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", loss_of(self.net(batch[0]), batch), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.validated.append(self.trainer.callback_metrics["val"].item())
+
 
 class Compiled(Plain):
     """The recipe of docs/trainers.md."""
@@ -52,6 +61,8 @@ class Compiled(Plain):
         super().__init__()
         self.automatic_optimization = False
         self.mesh = mesh
+
+    def on_fit_start(self) -> None:
         self.step: mw.TrainStep | None = None
 
     def training_step(self, batch: Any, index: int) -> None:
@@ -128,3 +139,44 @@ def test_processes_train_as_one_and_their_checkpoint_continues_in_one(
         assert "error" not in outcome, outcome["text"]
         assert outcome["losses"] == pytest.approx(other.losses[:4], abs=1e-5)
     assert_same(fitted(Plain(), tmp_path / "resumed", 3, ckpt_path=tmp_path / "job/last.ckpt"), other, last=2)
+
+
+def fitted_twice(module: Plain, loader: DataLoader[Any], strategy: Callable[[], Any], **options: Any) -> Plain:
+    """`module` after two calls of `fit`, each with a validation, by a trainer of its own each."""
+    options |= {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    for call in ("fit", "validate") * 2:
+        trainer = lightning.Trainer(strategy=strategy(), enable_checkpointing=False, max_epochs=1, **options)
+        getattr(trainer, call)(module, loader)
+    return module
+
+
+def rows_of(rank: int, num_ranks: int) -> DataLoader[Any]:
+    rows = [(torch.full((6,), i / 8), torch.ones(4)) for i in range(8)]
+    return DataLoader(rows, 4 // num_ranks, sampler=DistributedSampler(rows, num_ranks, rank, shuffle=False))
+
+
+def job_fit_twice(pipe: Connection) -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # of Lightning
+    loader, options = rows_of(*mw.batch_shard("fsdp=2")[::-1]), {"devices": 2, "use_distributed_sampler": False}
+    with pytest.raises(mw.StepError, match="does not sum gradients") as refused:
+        fitted_twice(Plain(), loader, MeshweaveStrategy, **options)
+    module = fitted_twice(Compiled("fsdp=2"), loader, MeshweaveStrategy, **options)
+    shutdown(module.step.session.world)
+    return {"losses": module.losses, "validated": module.validated, "hint": refused.value.hint}
+
+
+@pytest.mark.multiprocess
+@patch.dict(os.environ)  # Lightning writes WORLD_SIZE and others
+def test_processes_validate_and_fit_again_as_one_but_not_by_backward_passes_of_lightning(
+    start: Callable[..., Job],
+) -> None:
+    """A second `fit` has an optimizer of its own: the recipe compiles again."""
+    other = fitted_twice(Plain(), rows_of(0, 1), lambda: "auto")
+    ours = fitted_twice(Compiled("fsdp=2"), rows_of(0, 1), MeshweaveStrategy)
+    assert ours.losses == pytest.approx(other.losses, abs=1e-5)
+    outcomes = start("tests.integrations.test_lightning:job_fit_twice", 2).finish(200)
+    assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
+    for outcome in outcomes:
+        assert outcome["losses"] == pytest.approx(other.losses, abs=1e-5)
+        assert outcome["validated"] == pytest.approx(other.validated, abs=1e-5)
+        assert "mw.compile" in outcome["hint"]

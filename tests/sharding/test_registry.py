@@ -243,6 +243,34 @@ def test_registrations_that_say_too_little() -> None:
         meshweave.register_rule(tests_ops.gated.default, rule, backward=tests_ops.gated_backward.default)
 
 
+@pytest.mark.parametrize("op", [gated, tests_ops.gated, tests_ops.gated.default])
+def test_an_op_is_named_in_any_way_that_torch_has(op: object) -> None:
+    """It was ignored, and compile asked for the registration, unless the overload was named."""
+    TABLE.pop(tests_ops.gated.default, None)
+    meshweave.register_rule(op, "b h, h -> b h", linear=(0,), cost="pointwise", backward=gated_backward)
+    assert len(roles_of(build_case(GATED))) == 6
+    assert tests_ops.gated_backward.default in COSTS
+
+
+@pytest.mark.parametrize(
+    ("op", "hint"), [(torch.sigmoid, ""), ("my::op", ""), (torch.ops.aten.add, "of several overloads name one")]
+)
+def test_what_is_no_op_gets_no_rule(op: object, hint: str) -> None:
+    with pytest.raises(RuleError, match="for an operator of PyTorch") as caught:
+        meshweave.register_rule(op, "b h -> b h")
+    assert caught.value.hint.startswith(hint)
+
+
+def test_a_text_that_does_not_fit_names_the_op_and_the_line() -> None:
+    with pytest.raises(RuleError, match="not a factor rule"):
+        meshweave.register_rule(tests_ops.gated.default, "b h, h - b h")
+    meshweave.register_rule(tests_ops.gated.default, "b, h -> b h")
+    with pytest.raises(RuleError, match="number of dims") as caught:
+        roles_of(build_case(GATED))
+    assert "'b, h -> b h' of meshweave_tests.gated" in caught.value.where
+    assert "model.py:7" in caught.value.where
+
+
 # factor texts
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.tensor import DTensor
 
+from meshweave.errors import StepError
 from meshweave.integrations.whole import whole
 
 
@@ -21,8 +23,36 @@ class MeshweaveStrategy(DDPStrategy):
         if self.world_size > 1:
             super().setup_distributed()
 
+    def setup(self, trainer: Any) -> None:
+        """Broadcast the weights before `validate` and `test`, as DDPStrategy does, unless steps have sharded them."""
+        is_sharded = any(isinstance(p, DTensor) for p in self.model.parameters())
+        if is_sharded or self.world_size == 1:
+            super(DDPStrategy, self).setup(trainer)
+        else:
+            super().setup(trainer)
+
     def configure_ddp(self) -> None:
         """Do not wrap the module."""
+
+    def _setup_model(self, model: Any) -> Any:
+        """Do not wrap the module."""
+        return model
+
+    def pre_backward(self, closure_loss: Any) -> None:
+        """Refuse a backward pass of Lightning's on several processes, whose gradients nobody would sum.
+
+        Raises:
+            StepError: always, if there are several processes.
+        """
+        if self.world_size > 1:
+            raise StepError(
+                "MeshweaveStrategy does not sum gradients: a compiled step does",
+                where="the loss of training_step, or manual_backward",
+                got=f"a backward pass of Lightning's on each of {self.world_size} processes, for its own rows",
+                expected="automatic_optimization = False, and a training_step that calls a compiled step",
+                hint="write self.step = mw.compile(...), then self.log('loss', self.step(batch)) and "
+                "self.optimizers().step(), as in docs/trainers.md; for modules without it use strategy='ddp'",
+            )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and buffers, whole. All processes call it."""

@@ -1,7 +1,7 @@
 """Operators registered in torch, and their schemas.
 
-Holds for torch 2.11 to 2.13 (torch/_ops.py). `torch.ops` is public, the class of its members and the schema are not;
-`torch.library` shows schemas only as text.
+Holds for torch 2.11 to 2.13 (torch/_ops.py, torch/_library/custom_ops.py). `torch.ops` and `torch.library.custom_op`
+are public, the classes of what they return and the schema are not; `torch.library` shows schemas only as text.
 """
 
 from __future__ import annotations
@@ -9,12 +9,24 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket
 
 
 def is_operator(target: Any) -> TypeGuard[OpOverload]:
     """Whether a node's target is an overload of a registered operator (`aten.add.Tensor`), not a Python function."""
     return isinstance(target, OpOverload)
+
+
+def only_overload(target: Any) -> Any:
+    """The overload that a user means: of a function decorated by `torch.library.custom_op`, or of an operator
+    that has a single overload and is named without it (`torch.ops.my.op`). Anything else as it is."""
+    if isinstance(target, CustomOpDef):
+        return target._opoverload
+    if isinstance(target, OpOverloadPacket) and len(names := target.overloads()) == 1:
+        return getattr(target, names[0])
+    return target
 
 
 def operator_name(target: OpOverload) -> str:

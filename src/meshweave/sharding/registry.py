@@ -10,9 +10,10 @@ from typing import Any
 from torch import fx
 
 from meshweave.errors import RuleError
+from meshweave.interop.ops import OpOverload, is_operator, only_overload
 from meshweave.ir.graph import Spec, op_name, origin_of, tensor_inputs
 from meshweave.ir.traits import is_pointwise
-from meshweave.sharding.factors import Linear, Rule, RuleBuilder, rule_from_text
+from meshweave.sharding.factors import Linear, Rule, RuleBuilder, parse_factors, rule_from_text
 from meshweave.simulate.classify import Cost, set_cost
 
 RuleFunction = Callable[[fx.Node], Rule]
@@ -51,7 +52,10 @@ def add(targets: Any, rule: RuleFunction | str, *, localize: str = "", linear: t
 def register_rule(
     target: Any, rule: str | RuleFunction, *, linear: tuple[int, ...] = (), cost: str | Cost = "", backward: Any = None
 ) -> None:
-    """Teach meshweave an op: `mw.register_rule(torch.ops.my.op.default, "b s h -> b s h", linear=(0,))`.
+    """Teach meshweave an op: `mw.register_rule(torch.ops.my.op, "b s h -> b s h", linear=(0,))`.
+
+    An op, and its `backward`, is an operator (with its overload, if it has several: `torch.ops.aten.add.Tensor`) or a
+    function decorated by `torch.library.custom_op`.
 
     The text names the factors of every tensor operand and result: a shared letter is a shared loop, a sharded factor
     that a result lacks makes that result a partial sum, `h!` cannot be sharded. `linear` lists operands whose partial
@@ -64,8 +68,10 @@ def register_rule(
         and returning the gradient of each operand. Its rule follows from `rule`, which must be text; it has the same
         cost. Register a backward op of another form by itself; a backward of known ops needs nothing.
 
-    Raises RuleError for an unknown kind of work, and for `backward` with a rule that is not text.
+    Raises RuleError for what is no op, a text that is no rule, an unknown kind of work, and `backward` with a rule that
+    is not text.
     """
+    target, backward = _operator(target), None if backward is None else _operator(backward)
     modes = tuple(Linear(frozenset({i})) for i in linear)
     TABLE[target] = Row(rule if callable(rule) else _text_rule(rule, modes))
     if cost:
@@ -86,9 +92,30 @@ def register_rule(
         set_cost(backward, cost)
 
 
+def _operator(target: Any) -> OpOverload:
+    """The operator that `target` means, or a RuleError."""
+    overload = only_overload(target)
+    if is_operator(overload):
+        return overload
+    raise RuleError(
+        "a rule is for an operator of PyTorch",
+        where="register_rule",
+        got=repr(target),
+        expected="torch.ops.my.op, torch.ops.my.op.default, or a function decorated by torch.library.custom_op",
+        hint=f"of several overloads name one: {', '.join(target.overloads())}" if hasattr(target, "overloads") else "",
+    )
+
+
 def _text_rule(text: str, linear: tuple[Linear, ...]) -> RuleFunction:
+    parse_factors(text)
+
     def rule(node: fx.Node) -> Rule:
-        return rule_from_text(text, [n.meta["spec"] for n in tensor_inputs(node)], result_specs(node), linear)
+        try:
+            return rule_from_text(text, [n.meta["spec"] for n in tensor_inputs(node)], result_specs(node), linear)
+        except RuleError as error:
+            place = f"the rule '{text}' of {op_name(node.target)}, called in {origin_of(node)}"
+            hint = "register another rule for it: meshweave.register_rule(op, text) replaces the row"
+            raise RuleError(error.what, where=place, got=error.got, expected=error.expected, hint=hint) from None
 
     return rule
 
