@@ -41,3 +41,21 @@ def test_a_call_under_another_default_dtype_is_another_call() -> None:
             torch.set_default_dtype(torch.float32)
         found.append(result)
     assert found == [torch.float32, torch.float64]
+
+
+def test_an_op_that_users_define_runs_for_each_graph() -> None:
+    runs = []
+
+    @torch.library.custom_op("values::own", mutates_args=())
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @own.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        runs.append(x.shape)
+        return torch.empty_like(x)
+
+    node = fx.Graph().call_function(torch.ops.values.own.default)
+    for _ in range(2):
+        values._evaluate(node, (values._Operand((2,), (1,), torch.float32),), {})
+    assert len(runs) == 2

@@ -18,6 +18,7 @@ from torch import fx
 
 from meshweave.errors import VerifyError
 from meshweave.interop.fake import FakeTensorMode
+from meshweave.interop.ops import is_operator
 from meshweave.interop.storages import storage_key
 from meshweave.ir.collectives import COLLECTIVES, TABLE, WAIT, transfer
 from meshweave.ir.graph import Input, map_nodes, op_name, origin_of
@@ -225,7 +226,8 @@ def _evaluated(call: _Call) -> tuple[_Result, ...]:
 def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
     """The results of an op on operands without data."""
     call = _Call(node.target, (_frozen(args), _frozen(kwargs)), args, kwargs)
-    evaluated = _evaluated if getattr(node.target, "namespace", "") in _LASTING else _evaluated.__wrapped__
+    is_lasting = not is_operator(node.target) or node.target.namespace in _LASTING
+    evaluated = _evaluated if is_lasting else _evaluated.__wrapped__
     try:
         return evaluated(call)
     except Exception as error:
