@@ -165,6 +165,22 @@ def job_fit_twice(pipe: Connection) -> dict[str, Any]:
     return {"losses": module.losses, "validated": module.validated, "hint": refused.value.hint}
 
 
+class CompiledOnce(Compiled):
+    """A step that outlives the optimizer of its `fit`."""
+
+    step = None
+
+    def on_fit_start(self) -> None:
+        pass
+
+
+def test_a_step_of_an_earlier_fit_is_refused() -> None:
+    module = CompiledOnce("fsdp=2")
+    with pytest.raises(mw.StepError, match="this optimizer trains nothing"):
+        fitted_twice(module, rows_of(0, 1), MeshweaveStrategy)
+    assert len(module.losses) == 3  # two of the first fit, one of the second
+
+
 @pytest.mark.multiprocess
 @patch.dict(os.environ)  # Lightning writes WORLD_SIZE and others
 def test_processes_validate_and_fit_again_as_one_but_not_by_backward_passes_of_lightning(

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.errors import StepError
 from meshweave.integrations.whole import whole
+from meshweave.interop.optimizer import has_stepped
 
 
 class MeshweaveStrategy(DDPStrategy):
@@ -39,11 +40,7 @@ class MeshweaveStrategy(DDPStrategy):
         return model
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Refuse a backward pass of Lightning's on several processes, whose gradients nobody would sum.
-
-        Raises:
-            StepError: always, if there are several processes.
-        """
+        """Raises StepError for a backward pass of Lightning's on several processes: nobody would sum its gradients."""
         if self.world_size > 1:
             raise StepError(
                 "MeshweaveStrategy does not sum gradients: a compiled step does",
@@ -53,6 +50,21 @@ class MeshweaveStrategy(DDPStrategy):
                 hint="write self.step = mw.compile(...), then self.log('loss', self.step(batch)) and "
                 "self.optimizers().step(), as in docs/trainers.md; for modules without it use strategy='ddp'",
             )
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Raises StepError for an optimizer without gradients that no compiled step has used: the step was compiled
+        for another, that of an earlier `fit`."""
+        is_manual = not self.lightning_module.automatic_optimization
+        has_gradients = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if is_manual and not has_gradients and not has_stepped(optimizer):
+            raise StepError(
+                "this optimizer trains nothing: no compiled step has used it, and its parameters have no gradients",
+                where="self.optimizers().step() in training_step",
+                got="a compiled step with another optimizer, such as that of an earlier fit",
+                expected="a step compiled with optimizer=self.optimizers().optimizer of this fit",
+                hint="let on_fit_start set self.step = None, so that each fit compiles, as in docs/trainers.md",
+            )
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and buffers, whole. All processes call it."""

@@ -12,6 +12,11 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a compiled step, or a scheduler's wrapper around `step()`, has marked the optimizer."""
+    return getattr(optimizer, "_opt_called", False)
+
+
 def make_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state that Adagrad creates in its constructor before torch 2.13 (torch/optim/adagrad.py), for
     parameters without state. Since 2.13 it does so in the first step, like the others."""
