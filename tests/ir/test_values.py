@@ -32,15 +32,15 @@ def test_a_second_graph_of_the_same_calls_runs_none_of_them(monkeypatch: pytest.
 def test_a_call_under_another_default_dtype_is_another_call() -> None:
     integers = values._Operand((2,), (1,), torch.int64)
     node = fx.Graph().call_function(torch.ops.aten.div.Tensor)
-    found = []
+    dtypes = []
     for dtype in (torch.float32, torch.float64):
         torch.set_default_dtype(dtype)
         try:
             ((_, _, result, _, _),) = values._evaluate(node, (integers, integers), {})
         finally:
             torch.set_default_dtype(torch.float32)
-        found.append(result)
-    assert found == [torch.float32, torch.float64]
+        dtypes.append(result)
+    assert dtypes == [torch.float32, torch.float64]
 
 
 def test_an_op_that_users_define_runs_for_each_graph() -> None:

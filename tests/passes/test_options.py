@@ -12,7 +12,7 @@ from tests.models import mlp
 import meshweave as mw
 from meshweave.cli.simulate import SimulateCommandOptions
 from meshweave.errors import MeshweaveError, PlanError, VerifyError
-from meshweave.ir.collectives import COLLECTIVES
+from meshweave.ir.collectives import COLLECTIVES, WAIT
 from meshweave.ir.rank import copied
 from meshweave.passes import (
     PASSES,
@@ -105,14 +105,6 @@ def test_the_command_line_takes_the_same_text() -> None:
     assert asked.job("dp=2", "").pass_pipeline == expected
 
 
-def test_a_role_that_a_pass_left_alone_is_not_verified_again() -> None:
-    role: Any = object()  # no role: the verifier would fail
-    before = MeshProgram((role,))
-    before.verify(before)
-    with pytest.raises(AttributeError):
-        MeshProgram((object(),)).verify(before)  # type: ignore[arg-type]
-
-
 # passes of a user's own
 
 
@@ -153,6 +145,17 @@ def test_a_pass_of_ones_own_runs_and_is_proven() -> None:
     assert step.program.roles is not step.program.expanded
     with pytest.raises(VerifyError):
         compiled(passes=[Double(2)])
+
+
+def test_a_program_that_a_pass_has_edited_in_place_is_verified() -> None:
+    role = copied(compiled().program.roles[0])
+    program = MeshProgram((role,))
+    program.verify(program)
+    wait = next(n for n in role.graph.nodes if n.target is WAIT)
+    with role.graph.inserting_after(wait):
+        role.graph.call_function(WAIT, wait.args).meta = dict(wait.meta)
+    with pytest.raises(VerifyError, match="wait"):
+        program.verify(program)
 
 
 def test_progress_names_passes() -> None:

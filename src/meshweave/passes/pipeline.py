@@ -177,14 +177,14 @@ def _check_costs(each_pass: Pass[Any], roles: tuple[RankGraph, ...], costs: Cost
 
 
 def prove(placed: StepGraph, optimized: Optimized) -> tuple[Completeness, DeadlockFreedom]:
-    """Raise VerifyError for the first fault of a pass; else return what was proven, beyond what the verifier has found
-    after each pass. Merged collectives and gathers of the next step are undone, and the step is replayed. The replay
-    does not support chunks: then it runs on the expanded roles. Separate proofs show that all chunks of rings reach
-    their places, and that the scheduler changed only order and buckets.
+    """Raise VerifyError for the first fault of a pass; else return what was proven. Merged collectives and gathers of
+    the next step are undone, and the step is replayed. The replay does not support chunks: then it runs on the expanded
+    roles. Separate proofs show that all chunks of rings reach their places, and that the scheduler changed only order
+    and buckets.
     """
     prologues = [role.prologue for role in optimized.roles if role.prologue is not None]
-    for prologue in prologues:
-        verify_rank(prologue)
+    for role in (*optimized.roles, *prologues):  # also those that a pass has edited without returning another
+        verify_rank(role)
     if optimized.unscheduled is optimized.expanded:
         complete = check_complete(placed, optimized.roles)
     else:
