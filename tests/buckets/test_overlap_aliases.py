@@ -93,6 +93,16 @@ def test_what_is_not_observed_stays_a_view() -> None:
     assert not after.graph.find_nodes(op="call_function", target=ATEN.clone.default)
 
 
+def test_a_single_element_of_any_stride_is_merged_with_another_dtype() -> None:
+    b = Builder()
+    (total,), (y,) = b.placeholders("total", ()), b.placeholders("y", (8,), torch.bfloat16)
+    begun = [b.gather("start_x", b.call("few", ATEN.expand.default, total, [1])), b.gather("start_y", y)]
+    first, second = (b.wait(f"done_{n.name}", n) for n in begun)
+    after, report = merged(b.done(b.relu("used", first), b.relu("other", second)))
+    assert num_taken(report) == 1
+    assert len(starts(after)) == 1
+
+
 @pytest.mark.parametrize("kind", ["all_gather_into_tensor", *REDUCTIONS])
 @pytest.mark.parametrize("how", ["output", "view", "view that is waited for", "used after its wait"])
 def test_a_start_whose_result_is_used_by_itself(how: str, kind: str) -> None:

@@ -335,12 +335,6 @@ def test_the_user_s_optimizer_is_left_as_it_was() -> None:
     assert optimizer.param_groups[0]["params"][0] is model.w
 
 
-def test_complex_parameters_are_refused() -> None:
-    model = nn.ParameterDict({"z": nn.Parameter(torch.zeros(2, dtype=torch.complex64))})
-    with pytest.raises(PlanError, match=r"z: torch\.complex64"):
-        read_optimizer(torch.optim.SGD(model.parameters()), model)
-
-
 @pytest.mark.parametrize(("kind", "num_read"), [("AdamW", 2), ("SGD", 2), ("Adafactor", 4)])
 def test_shapes_whose_update_goes_element_by_element_are_read_once(
     kind: str, num_read: int, monkeypatch: pytest.MonkeyPatch

@@ -174,12 +174,15 @@ def test_what_it_does_not_know_is_never_free() -> None:
     with pytest.raises(MeshweaveError, match=r"has no cost of 'all_reduce'(.|\n)*measured: all_gather"):
         deaf.seconds("all_reduce", mesh, ("a",), 8)
     for work in (
-        Matmul(8, 8, 8, 1, torch.complex64, 1),
+        Matmul(8, 8, 8, 1, torch.int64, 1),
         Attention(1, 8, 8, 8, False, False, torch.complex64, 1),
         MemoryWork("sort", 8, 8, BF16),
     ):
         with pytest.raises(MeshweaveError, match="the profile has no figure for"):
             H100.compute_seconds(work)
+    assert H100.compute_seconds(Matmul(8, 8, 8, 1, torch.complex64, 1)) == H100.compute_seconds(
+        Matmul(8, 8, 8, 4, torch.float32, 1)
+    )
     with pytest.raises(MeshweaveError, match=r"no figure for float8_e4m3fn\n  where: profile a100, \[peak\]"):
         load_profile("a100").peak_flops(torch.float8_e4m3fn)
 

@@ -320,7 +320,7 @@ def _form(x: Tensor) -> tuple[Any, ...]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _same(x: Any, y: Any) -> bool:

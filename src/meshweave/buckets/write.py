@@ -89,7 +89,8 @@ class _BucketWriter:
         rows = size if kind == "scatter" else 1
         flat = []
         for operand, x in zip(operands, values, strict=True):
-            if not x.is_contiguous:
+            # A single element counts as contiguous whatever its stride, and is seen as bytes only if that is 1.
+            if not x.is_contiguous or (as_bytes and x.num_elements < 2):
                 operand = self.call(nodes.pack, first, aten.clone.default, (operand,), _CONTIGUOUS)
             shape = [rows, x.num_elements // rows] if rows > 1 else [x.num_elements]
             shown = self.call(nodes.pack, first, aten.view.default, (operand, shape))

@@ -84,7 +84,7 @@ class Prepared:
     the numbers of `record` to their indices in the original run."""
 
     record: OptimizerRecord
-    fills: Mapping[Key, float]
+    fills: Mapping[Key, complex]
     signature: tuple[Any, ...]
     order: tuple[int, ...]
 
@@ -98,7 +98,7 @@ class Prepared:
 def prepared(record: OptimizerRecord) -> Prepared:
     """A state tensor that is first filled with a single number becomes an input with that value."""
     labels: dict[int, Key] = {index: key for key, index in record.inputs.items()}
-    fills: dict[Key, float] = {}
+    fills: dict[Key, complex] = {}
     created = {i: key for key, i in record.outputs.items() if key[0] == "state" and key not in record.inputs}
     calls: list[OptimizerCall | Decision] = []
     for call in record.calls:
@@ -113,17 +113,18 @@ def prepared(record: OptimizerRecord) -> Prepared:
     )
 
 
-def _fill_value(call: OptimizerCall, record: OptimizerRecord) -> float:
+def _fill_value(call: OptimizerCall, record: OptimizerRecord) -> complex:
     base = base_of(call.func)
     if base in _FILL_VALUES:
         return _FILL_VALUES[base]
-    value = next(
-        (a for a in call.args[1:] if isinstance(a, (Num, int, float, bool))), dict(call.kwargs).get("fill_value")
-    )
-    return record.numbers[value.index] if isinstance(value, Num) else float(value)  # type: ignore[arg-type]
+    numbers = (a for a in call.args[1:] if isinstance(a, (Num, int, float, bool, complex)))
+    value = next(numbers, dict(call.kwargs).get("fill_value"))
+    if isinstance(value, Num):
+        return record.numbers[value.index]
+    return value if isinstance(value, complex) else float(value)  # type: ignore[arg-type]
 
 
-def _renumbered(record: OptimizerRecord, labels: Mapping[int, Key], fills: dict[Key, float]) -> Prepared:
+def _renumbered(record: OptimizerRecord, labels: Mapping[int, Key], fills: dict[Key, complex]) -> Prepared:
     """Tensors and numbers renumbered in order of appearance, so that equal runs have equal records."""
     order: dict[int, int] = {}
     inputs = {key: order.setdefault(index, len(order)) for key, index in sorted((k, i) for i, k in labels.items())}

@@ -56,7 +56,7 @@ class StepNumbers:
     def _leaders(self) -> Iterable[tuple[str, int]]:
         return ((name, k) for k, names in self._members.items() for name in names)
 
-    def next(self, updated: Collection[str] | None = None) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
+    def next(self, updated: Collection[str] | None = None) -> tuple[dict[str, float], dict[tuple[str, str], complex]]:
         """The numbers of the next step, which updates the parameters `updated` (None: all), by name; and by slot and
         parameter the initial values of state in it.
 
@@ -64,7 +64,7 @@ class StepNumbers:
         or because parameters have since taken different numbers of steps where a single number was captured for them.
         """
         numbers: dict[str, float] = {}
-        fills: dict[tuple[str, str], float] = {}
+        fills: dict[tuple[str, str], complex] = {}
         self._after, shared = {}, list[Mapping[Place, Any]]()
         self._stand_ins.take_options()
         for k, members in self._members.items():

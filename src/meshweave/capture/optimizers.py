@@ -56,7 +56,7 @@ class UpdateKind:
 
     group: int
     slots: Mapping[str, Spec]
-    fills: Mapping[str, float]
+    fills: Mapping[str, complex]
     variants: tuple[tuple[Any, ...], ...]
     numbers: tuple[Number, ...]
     outputs: Outputs
@@ -354,15 +354,6 @@ def _check_param(param: Tensor, named: Mapping[int, str], optimizer: torch.optim
             got=f"a parameter of shape {tuple(param.shape)}",
             hint="create the optimizer from model.parameters() of the same model, after its last change; parameters "
             "of a loss belong in the model (self.criterion = ... in it, and loss=model.criterion)",
-        )
-    if param.is_complex():
-        raise PlanError(
-            "a complex parameter is not supported",
-            where=where,
-            got=f"{named[id(param)]}: {param.dtype}",
-            expected="parameters of real dtypes",
-            hint="nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex(self.w) in forward: the same values, "
-            "and most optimizers of torch.optim update both alike",
         )
 
 

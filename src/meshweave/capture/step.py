@@ -368,7 +368,7 @@ def _scalar_loss(value: Any) -> Tensor:
 def _clipped(grads: Mapping[str, Tensor], largest: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The global norm and the gradients, as in torch.nn.utils.clip_grad_norm_, which rounds the norm of each gradient,
     and the norm of these, to their dtype. Squares are added in float64, so that none overflows."""
-    dtype = reduce(torch.promote_types, (g.dtype for g in grads.values()))
+    dtype = reduce(torch.promote_types, (g.dtype.to_real() for g in grads.values()))
     norms = torch.stack([square_sum(g) for g in grads.values()]).sqrt().to(dtype)
     norm = square_sum(norms).sqrt().to(dtype)
     scale = torch.clamp(largest / (norm + 1e-6), max=1.0)

@@ -69,7 +69,7 @@ def matmul_seconds(profile: MachineProfile, work: Matmul) -> float:
     tile takes the time of its products along k and a ramp (filling the pipeline, writing the tile). The fastest of all
     tile shapes and splits of k counts, as the library chooses.
     """
-    model = profile.matmul
+    work, model = work.in_reals(), profile.matmul
     if not work.flops:
         return profile.launch_s
     known = {*(table.dtype for table in model.measured), *dict(model.sustained)}

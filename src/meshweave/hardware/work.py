@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """`batch` products of [m, k] and [k, n], operands of `dtype`; `bytes` are those of operands and result."""
+    """`batch` products of [m, k] and [k, n], operands of `dtype`; `bytes` are those of operands and result. A complex
+    product is four real products."""
 
     m: int
     n: int
@@ -20,7 +21,11 @@ class Matmul:
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.batch * self.m * self.n * self.k
+        return 2.0 * self.batch * self.m * self.n * self.k * (4 if self.dtype.is_complex else 1)
+
+    def in_reals(self) -> Matmul:
+        """The same work in products of real numbers."""
+        return replace(self, batch=4 * self.batch, dtype=self.dtype.to_real()) if self.dtype.is_complex else self
 
 
 @dataclass(frozen=True, slots=True)

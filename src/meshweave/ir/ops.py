@@ -125,7 +125,10 @@ _SQUARED_AT_ONCE = 1 << 16
 
 @define_op("square_sum")
 def square_sum(x: Tensor) -> Tensor:
-    """The sum of the squares of all elements, 0-dim, squared and added in float64 without a float64 copy of x."""
+    """The sum of the squares of all elements (of their magnitudes if they are complex), 0-dim, squared and added in
+    float64 without a float64 copy of x."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
     if x.is_cuda and x.numel():
         return torch.ops.aten._foreach_norm.Scalar([x], 2, torch.float64)[0].square()
     total = x.new_zeros((), dtype=torch.float64)

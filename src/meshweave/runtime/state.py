@@ -153,7 +153,7 @@ class State:
             value[box.slices()].detach().to(self.device, copy=True).contiguous() for box in self.boxes(item, layout)
         ]
 
-    def refill(self, values: Mapping[tuple[str, str], float]) -> None:
+    def refill(self, values: Mapping[tuple[str, str], complex]) -> None:
         """Fill state that is a single number everywhere, by slot and parameter."""
         for (slot, param), value in values.items():
             for piece in self.pieces.get(("state", f"{slot}/{param}"), []):
