@@ -83,6 +83,26 @@ def test_mixtures_train_as_on_one_device(kind: str, is_padded: bool) -> None:
     assert_tensors(step.parameters(), alone.parameters())
 
 
+def test_experts_are_recomputed_from_saved_rows_in_chunks() -> None:
+    """Of a layer of experts backward recomputes the matmuls, but neither chooses, sorts nor dispatches again; so saved
+    rows and recomputed matmuls belong to the same sort, and the step still comes apart into chunks."""
+    model, data = mixture("mixtral"), [tokens(batch=4, seed=s) for s in range(2)]
+    options: dict[str, Any] = {"loss": own_loss, "plan": "ep:ep", "recompute": "selective"}
+    alone, expected = train(model, data, loss=own_loss)
+    whole, _ = train(model, data, "ep=2", **options)
+    step, losses = train(model, data, "ep=2", split=ALWAYS[2], **options)
+    again = [str(n.target) for n in whole.program.captured.graph.nodes if n.name.endswith("_again")]
+    assert again.count("meshweave.grouped_mm.default") == 2 * 2  # gate and up, and down, in two layers
+    assert not {"aten.topk.default", "aten.sort.default", "aten.sort.stable"} & {*again}
+    dispatched = [n for n in whole.program.placed.graph.nodes if n.name.endswith("_again") and "index" in str(n.target)]
+    assert not [n for n in dispatched if len(n.meta["spec"].shape) == 2]  # weights of rows are looked up, not rows
+    assert report(step).is_taken
+    assert num_expert_ops(step) == 2 * num_expert_ops(whole)
+    torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
+    assert_tensors(step.parameters(), alone.parameters())
+    check_complete(step.program.placed, step.program.expanded)
+
+
 Rows = Callable[["Coupled", Tensor, Tensor, Tensor], Tensor]
 
 

@@ -19,6 +19,8 @@ from meshweave.ir.traits import CASTS, PRODUCTS, VIEWS
 
 aten = torch.ops.aten
 ATTENTION = torch.ops.meshweave.attention.default
+GROUPED = torch.ops.meshweave.grouped_mm.default
+CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable)  # between equal numbers another run may differ
 PIN = torch.ops.meshweave.pin.default
 AGAIN = "_again"  # suffix of the name of a recomputed node
 
@@ -128,10 +130,11 @@ def _nothing(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.
 
 
 def selective(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.Node]:
-    """Attention with its log-sum-exp, the first, third, fifth ... matmul of a block, and sums over devices.
+    """Attention with its log-sum-exp, the first, third, fifth ... matmul of a block, sums over devices, and the
+    results of topk and sort, and the rows that experts work on, but not their matmuls.
 
-    Like torchtitan's selective "op" policy (torchtitan/distributed/activation_checkpoint.py: the ops in
-    `_op_sac_save_list` are saved, except every second matmul of a block).
+    Like torchtitan's selective "op" policy (torchtitan/distributed/activation_checkpoint.py: what
+    `_get_default_save_ops` lists is saved, all-to-alls included, except every second matmul of a block).
     """
     count = 0
     for node in nodes:
@@ -139,12 +142,27 @@ def selective(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx
             yield from (node, *node.users)
         elif node.target is PIN and str(node.args[1]).startswith("reduction "):  # mw.reduction
             yield node
+        elif node.target in CHOICES:
+            yield from (node, *node.users)
+        elif node.target is GROUPED:
+            yield from _looked_up_rows(node)
         elif node.target in PRODUCTS:
             count += 1
             if count % 2:
                 yield node
             if _sums_over_devices(node, forms, cuts):
                 yield from _until_reduced(node)
+
+
+def _looked_up_rows(grouped: fx.Node) -> Iterator[fx.Node]:
+    """The rows of a grouped matmul and the ends of its experts, if the rows are looked up in a table, as rows sorted by
+    expert are: under expert parallelism the lookup is the dispatch, and devices own rows by these very ends."""
+    rows, _, ends = tensor_inputs(grouped)
+    lookup = rows
+    while lookup.target in VIEWS | CASTS:
+        (lookup,) = tensor_inputs(lookup)
+    if lookup.target is aten.index.Tensor:
+        yield from (rows, ends)
 
 
 def pointwise(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.Node]:
