@@ -22,6 +22,7 @@ from meshweave.capture.optimizer_steps import StepNumbers
 from meshweave.capture.optimizers import initial_state, resting_state
 from meshweave.capture.step import Part
 from meshweave.errors import LayoutError, OutdatedUpdate
+from meshweave.interop.accelerate import refuse_accumulation
 from meshweave.interop.optimizer import mark_stepped
 from meshweave.ir.graph import Input, tokens_of
 from meshweave.ir.layout import Layout
@@ -177,6 +178,7 @@ class TrainStep:
     def update(self) -> None:
         """New parameters and optimizer state, after all backwards. StepError if any were written since `forward`."""
         with self.session.world.call(_PARTS):
+            refuse_accumulation()
             if self._own_state is not None and self.session.progress.due == "update":
                 self._own_state.check_unwritten(self.session)
             self.session.update(self._numbers(), partial(self._stepped, self.variants.first))
@@ -199,15 +201,14 @@ class TrainStep:
 
     def _micros(self, batch: Batch, accumulate: int | None = None) -> tuple[Variant, list[Mapping[str, Tensor]]]:
         variant, inputs = self.variants.of(batch, "train", accumulate, self._groups)
-        parts = inputs.split(variant.accumulate)
-        return variant, [dict(zip(inputs.names, tensors, strict=True)) for tensors in parts]
+        return variant, [dict(zip(inputs.names, part, strict=True)) for part in inputs.split(variant.accumulate)]
 
     def _prepared(
         self, batch: Batch, accumulate: int | None = None
     ) -> tuple[Variant, list[Mapping[str, Tensor]], dict[str, float]]:
         """The program for a batch, its microbatches, and the numbers of its update."""
-        first = self.variants.first
-        numbers = self._first_numbers(first)
+        refuse_accumulation()
+        numbers = self._first_numbers(first := self.variants.first)
         variant, micros = self._micros(batch, accumulate)
         if variant.updated != first.updated:
             known = self.variants
@@ -252,8 +253,7 @@ class TrainStep:
         _LOG.warning("the step is compiled again: %s", why)
         num_steps, saves, is_local, renewed = self.num_steps, self.session.saves, self.variants.is_local, self.again()
         self.__dict__.update(renewed.__dict__)
-        self.variants.is_local, self.session.saves = is_local, saves
-        self.session.state.num_steps = num_steps
+        self.variants.is_local, self.session.saves, self.session.state.num_steps = is_local, saves, num_steps
 
     def _take_over(self) -> None:
         """Use, from now on, the state that the user has loaded into the optimizer or written to it."""

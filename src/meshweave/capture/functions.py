@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from meshweave.capture.indexing import INDEXING
 from meshweave.capture.losses import LOSSES
 from meshweave.capture.record import OF_AN_ARRAY, storage_of
 from meshweave.capture.trace import user_line
@@ -211,6 +212,7 @@ _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
     **LOSSES,
+    **INDEXING,
 }
 
 

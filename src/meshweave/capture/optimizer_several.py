@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshweave.errors import PlanError
+from meshweave.interop.hooks import is_initialized
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
@@ -78,6 +79,15 @@ def optimizer_of(optimizer: Any) -> torch.optim.Optimizer | None:
                 where="optimizer=" if part is optimizer else f"optimizer=, item {index}",
                 got=type(part).__name__,
                 expected="a torch.optim.Optimizer, or a list of several over disjoint parameters",
+            )
+        if not is_initialized(part):
+            raise PlanError(
+                "a wrapper around an optimizer, or an optimizer that has not called its base class",
+                where="optimizer=" if part is optimizer else f"optimizer=, item {index}",
+                got=type(part).__name__,
+                expected="the torch.optim.Optimizer itself",
+                hint="of Accelerate's and Lightning's wrapper: optimizer=optimizer.optimizer; in an optimizer of your "
+                "own call super().__init__(params, defaults)",
             )
     if not parts:
         raise PlanError(

@@ -44,6 +44,11 @@ def tensor_hooks(tensor: Tensor) -> list[str]:
     return [method for attribute, method in TENSOR_HOOKS.items() if getattr(tensor, attribute, None)]
 
 
+def is_initialized(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has called its base class: wrappers that only pass calls on do not."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
     """Hooks of an optimizer's own step: on it or on all optimizers, or a replaced method. The wrapper of torch's
     learning-rate schedulers only records that a step was taken."""
