@@ -117,6 +117,12 @@ def test_each_optimizer_loads_its_own_state_and_options() -> None:
     assert_states(ours, eager.optimizers)
 
 
+def test_the_optimizers_of_a_step_are_an_optimizer() -> None:
+    step, _, eager = pair("dp=2")
+    again = mw.compile(step.model, loss=mse, example=DATA[0], optimizer=step.optimizer, mesh="dp=2")
+    assert float(again(DATA[0])) == pytest.approx(eager(DATA[0]), rel=1e-6)
+
+
 def job(pipe: Connection, mesh: str) -> dict[str, Any]:
     step, ours, eager = pair(mesh)
     losses = [(float(step(batch)), eager(batch)) for batch in DATA]

@@ -46,6 +46,8 @@ def _set_item(x: Tensor, index: Any, value: Any) -> None:
     for d in at:
         places[_dim_of(parts, d, chosen.dim())] = parts[d]
     value = value.to(x.dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+    while value.dim() > chosen.dim() - len(at) and value.shape[0] == 1:  # as torch does before it broadcasts
+        value = value.squeeze(0)
     torch.ops.aten.index_put_(chosen, places, value)
 
 

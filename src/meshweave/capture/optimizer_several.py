@@ -80,7 +80,7 @@ def optimizer_of(optimizer: Any) -> torch.optim.Optimizer | None:
                 got=type(part).__name__,
                 expected="a torch.optim.Optimizer, or a list of several over disjoint parameters",
             )
-        if not is_initialized(part):
+        if not all(map(is_initialized, parts_of(part))):
             raise PlanError(
                 "a wrapper around an optimizer, or an optimizer that has not called its base class",
                 where="optimizer=" if part is optimizer else f"optimizer=, item {index}",

@@ -130,20 +130,18 @@ def _nothing(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.
 
 
 def selective(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx.Node]:
-    """Attention with its log-sum-exp, the first, third, fifth ... matmul of a block, sums over devices, and the
-    results of topk and sort, and the rows that experts work on, but not their matmuls.
+    """Attention with its log-sum-exp, the first, third, fifth ... matmul of a block, sums over devices, the results of
+    topk and sort, and the rows that experts work on (not their matmuls).
 
     Like torchtitan's selective "op" policy (torchtitan/distributed/activation_checkpoint.py: what
     `_get_default_save_ops` lists is saved, all-to-alls included, except every second matmul of a block).
     """
     count = 0
     for node in nodes:
-        if node.target is ATTENTION:
+        if node.target in (ATTENTION, *CHOICES):
             yield from (node, *node.users)
         elif node.target is PIN and str(node.args[1]).startswith("reduction "):  # mw.reduction
             yield node
-        elif node.target in CHOICES:
-            yield from (node, *node.users)
         elif node.target is GROUPED:
             yield from _looked_up_rows(node)
         elif node.target in PRODUCTS:
