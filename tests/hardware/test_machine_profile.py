@@ -294,7 +294,13 @@ def test_dtypes_that_were_not_measured_are_priced_as_the_nearest_that_was() -> N
         matmul=MatmulModel(measured=tables),
         attention=AttentionModel(measured=rows),
     )
-    nearest = {torch.float16: 1e-3, torch.int32: 1e-3, torch.int64: 4e-3, torch.complex64: 4e-3, torch.complex128: 16e-3}
+    nearest = {
+        torch.float16: 1e-3,
+        torch.int32: 1e-3,
+        torch.int64: 4e-3,
+        torch.complex64: 4e-3,
+        torch.complex128: 16e-3,
+    }
     for dtype, seconds in nearest.items():
         assert profile.compute_seconds(Matmul(64, 64, 64, 1, dtype, 1)) == pytest.approx(seconds)
     for is_backward, seconds in ((False, 1e-2), (True, 3e-2)):
