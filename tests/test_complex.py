@@ -95,6 +95,23 @@ def test_the_norm_of_gradients_is_that_of_magnitudes() -> None:
     assert_trained_alike(step, [step(batch).item() for batch in DATA], eager, expected)
 
 
+class Phases(nn.Module):
+    """Products with Python's complex numbers, whose conjugates are in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.phase = nn.Linear(16, 16), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.exp(1j * self.linear(x)) * torch.exp(-0.5j * self.phase) + (2 + 1j) * x
+        return (turned.real - (turned * 3j).imag).mean(1, keepdim=True)
+
+
+def test_products_with_complex_numbers() -> None:
+    assert_equals_eager(Phases(), DATA, "fsdp=2", make=make("AdamW"))
+
+
 def job(pipe: Connection, mesh: str, path: str) -> dict[str, Any]:
     eager, _ = train_eagerly(operator(), DATA, make=make("Adagrad"), after_backward=clip)
 

@@ -57,6 +57,15 @@ def _with_gradients(m: Any, y: Tensor) -> Tensor:
     return out
 
 
+def _moved_on(m: Any, y: Tensor) -> Tensor:
+    """The position is that of the write, though it moves in place before backward."""
+    out = y.new_zeros(4, *y.shape)
+    at = (m.t % 4).to(torch.int16)
+    out[at] = 2 * y
+    at.add_(1)
+    return y + 0.1 * out.tanh().sum(0)
+
+
 def _no_diagonal(m: Any, y: Tensor) -> Tensor:
     covariance = y.t() @ y / len(y)
     covariance.fill_diagonal_(0)
@@ -72,7 +81,7 @@ def _diagonals(m: Any, y: Tensor) -> Tensor:
     return tall.fill_diagonal_(0.3)[:8] * again[8:] + wide.mean() + cube.mean()
 
 
-CASES = [_history, _rows_and_columns, _with_gradients, _no_diagonal, _diagonals]
+CASES = [_history, _rows_and_columns, _with_gradients, _moved_on, _no_diagonal, _diagonals]
 
 
 @pytest.mark.parametrize("mesh", ["", "dp=2", "fsdp=2,tp=2"])
@@ -91,6 +100,18 @@ def test_a_view_at_a_computed_position_is_an_error() -> None:
     for how in (added, lambda m, y: y + m.queue[m.t % 4]):
         with pytest.raises(CaptureError, match=r"at a position that the step computes(.|\n)*index_select"):
             assert_equals_eager(Model(how), DATA)
+
+
+def test_a_diagonal_that_wraps_around_in_a_view_is_an_error() -> None:
+    """torch writes it outside of the view."""
+
+    def wrapped(m: Any, y: Tensor) -> Tensor:
+        y = torch.cat([y, y.flip(0)])
+        y[:, :2].fill_diagonal_(3.0, wrap=True)
+        return y[:8]
+
+    with pytest.raises(CaptureError, match="cannot be expressed by new tensors"):
+        assert_equals_eager(Model(wrapped), DATA)
 
 
 def test_a_position_outside_is_an_error() -> None:

@@ -44,7 +44,8 @@ def _set_item(x: Tensor, index: Any, value: Any) -> None:
     chosen = x[tuple(slice(None) if d in at else part for d, part in enumerate(parts))]
     places: list[Tensor | None] = [None] * chosen.dim()
     for d in at:
-        places[_dim_of(parts, d, chosen.dim())] = parts[d]
+        # A copy, for the number counts at the time of the write.
+        places[_dim_of(parts, d, chosen.dim())] = parts[d].to(torch.int64, copy=True)
     value = value.to(x.dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
     while value.dim() > chosen.dim() - len(at) and value.shape[0] == 1:  # as torch does before it broadcasts
         value = value.squeeze(0)
@@ -64,11 +65,13 @@ def _keeps_dim(part: Any) -> bool:
 
 
 def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
-    """torch's writes through strides, which a value of the trace does not have."""
-    if x.dim() < 2 or (x.dim() > 2 and len({*x.shape}) > 1):
+    """torch's writes through strides, which a value of the trace does not have. Wrapped around, it writes outside of
+    views, which stays the error that it is."""
+    is_wrapped = wrap and x.dim() == 2 and x.shape[0] > x.shape[1]
+    if x.dim() < 2 or (x.dim() > 2 and len({*x.shape}) > 1) or (is_wrapped and not x.is_contiguous()):
         return x.fill_diagonal_(fill_value, wrap)
     first, *rest = (torch.arange(n, device=x.device).view(-1, *[1] * (x.dim() - 1 - d)) for d, n in enumerate(x.shape))
-    if wrap and x.dim() == 2:
+    if is_wrapped:
         first = first % (x.shape[1] + 1)
     on_diagonal = torch.stack([(first == other).expand(x.shape) for other in rest]).all(0)
     return x.masked_fill_(on_diagonal, fill_value)

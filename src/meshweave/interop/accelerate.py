@@ -20,5 +20,6 @@ def refuse_accumulation() -> None:
         expected="a call for each update",
         hint="remove accumulate() and gradient_accumulation_steps=n, let the loader give n times the rows, and pass "
         "accumulate=n to mw.compile; or call step.forward and step.backward for each microbatch, and step.update when "
-        "accelerator.sync_gradients is True; after an interrupted accumulation: accelerator.sync_gradients = True",
+        "accelerator.sync_gradients is True; if an accumulation was interrupted: "
+        "accelerate.Accelerator().sync_gradients = True",
     )

@@ -49,13 +49,14 @@ def _layer_norm_backward(
     return aten.native_layer_norm_backward.default(grad, x, shape, mean.contiguous(), rstd.contiguous(), *rest)
 
 
-def _conjugate(x: Tensor) -> Tensor:
-    """Conjugated now, and not when read: `resolve_conj()` leaves no op in a captured graph."""
-    return x.conj_physical()
+def _conjugate(x: Tensor | complex) -> Tensor | complex:
+    """Conjugated now, and not when read: `resolve_conj()` leaves no op in a captured graph. A Python number comes from
+    a constant of the graph."""
+    return x.conj_physical() if isinstance(x, Tensor) else x.conjugate()
 
 
-def _negate(x: Tensor) -> Tensor:
-    return x.neg()
+def _negate(x: Tensor | complex) -> Tensor | complex:
+    return -x
 
 
 KERNELS[aten.native_layer_norm_backward.default] = _layer_norm_backward
