@@ -40,7 +40,7 @@ import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.schedule import OverlapOptions, OverlapReport, overlap
 
-SAMPLE, ALL = 24, 1000
+SAMPLE, ALL = 48, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,7 +482,7 @@ def match(queues: Sequence[Sequence[tuple[str, str]]]) -> None:
 
 @pytest.mark.parametrize("part", range(3))
 def test_a_sample_of_random_graphs(part: int) -> None:
-    """24 graphs. The sample holds merges and graphs made faster, so that it tests something."""
+    """48 graphs. The sample holds merges and graphs made faster, so that it tests something."""
     found = [check(seed) for seed in range(part, SAMPLE, 3)]
     assert sum(num for num, _ in found) > 0
     assert sum(saved > 1e-6 for _, saved in found) > len(found) // 3

@@ -118,7 +118,7 @@ class Calls:
         self.store, self.rank, self.num_ranks, self.lifelines = store, rank, num_ranks, lifelines
         self.now = Posted()
         self.watches: list[Health] = []  # of the worlds that are open
-        self.has_failed = False  # whether any world of this job has: its ranks do not end together
+        self.failure: dict[str, Any] | None = None  # the first of any world of this job: its ranks do not end together
         self._before: tuple[str, Any] = ("", ())
         # for each name of a call, the choice of the latest call of that name
         self._chosen: dict[str, tuple[str, ...]] = {}
@@ -246,7 +246,7 @@ _CALLS: WeakKeyDictionary[Any, Calls] = WeakKeyDictionary()  # by the store of a
 def has_failed_world() -> bool:
     """Whether a world of this process's job has failed."""
     calls = _CALLS.get(default_store())
-    return calls is not None and calls.has_failed
+    return calls is not None and calls.failure is not None
 
 
 def calls_of_job() -> Calls:

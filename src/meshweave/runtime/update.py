@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from torch import Tensor, fx
 
@@ -49,13 +51,18 @@ class Replacements:
 
 @dataclass(slots=True)
 class Update:
-    """An update of `state` while it runs: until `finish` the state is torn."""
+    """An update of `state` while it runs: until `finish` the state is torn.
+
+    Several devices release old values with their last use (`old` has them while they live). On a single device the
+    module's tensors share their memory until the new values are there.
+    """
 
     state: State
     bindings: Bindings
     replacements: Replacements
     envs: Sequence[Env]
     renewed: list[Key] = field(default_factory=list)
+    old: dict[tuple[Key, int], weakref.ref[Tensor]] = field(default_factory=dict)
 
     def begin(self, numbers: Mapping[str, Tensor]) -> None:
         """Distribute the numbers of the optimizer, and open the state for new values."""
@@ -64,6 +71,11 @@ class Update:
                 if name in numbers:
                     env[slot] = numbers[name]
         self.state.torn = any(self.replacements.targets)
+        for targets in self.replacements.targets if len(self.envs) > 1 else ():
+            for key, index in chain.from_iterable(targets.values()):
+                cells: list[Tensor | None] = self.state.pieces[key]  # type: ignore[assignment]
+                self.old[key, index] = weakref.ref(self.state.pieces[key][index])
+                cells[index] = None
 
     def commit(self, i: int, task: Task) -> None:
         """Store what a task of device `i` has computed."""
@@ -75,8 +87,12 @@ class Update:
         copy gets its own storage. So does an empty piece: torch 2.13 cannot save a DTensor whose piece is a view with
         an offset (torch.save, "invalid python storage")."""
         for number, (key, index) in enumerate(self.replacements.targets[i].get(slot, ())):
-            value, cells = self.envs[i][slot], self.state.pieces[key]
-            if value is not cells[index]:
+            value: Tensor = self.envs[i][slot]
+            cells = self.state.pieces[key]
+            old = self.old[key, index]() if self.old else cells[index]
+            if value is old:
+                cells[index] = value
+            else:
                 cells[index] = value.clone() if number or not value.numel() else value
                 self.bindings.renew(key, cells[index])
             self.renewed.append(key)

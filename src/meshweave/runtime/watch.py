@@ -271,8 +271,10 @@ class Watch:
         self.declare(f"rank {rank} is gone", f"{why}, as rank {self.rank} found", rank)
 
     def _lost_store(self) -> None:
+        """If a world of this process knows a failure, that is why the store has ended; else rank 0 is gone."""
         self._fail(
-            {
+            self.calls.failure
+            or {
                 "what": "rank 0 is gone",
                 "got": "the job's store does not answer: the process that hosts it, rank 0 or torchrun, has ended",
                 "rank": 0,
@@ -284,7 +286,7 @@ class Watch:
             if self._failure is not None:
                 return
             self._failure = failure
-            self.calls.has_failed = True
+            self.calls.failure = self.calls.failure or failure
         with suppress(RuntimeError):
             self._store.add("seen", 1)
         self._on_failure()
