@@ -108,6 +108,8 @@ class Health(Protocol):
 
     def check(self) -> None: ...
 
+    def settle(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -165,6 +167,8 @@ class Calls:
         except BaseException:
             for watch in [watch for watch in self.watches if watch not in before]:
                 watch.close()
+            for watch in [watch for watch in sound if watch.has_failed]:
+                watch.settle()  # this process may end with the error, and the store with it
             raise
 
     @contextmanager
