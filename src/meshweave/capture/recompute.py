@@ -134,7 +134,8 @@ def selective(nodes: Iterable[fx.Node], forms: Forms, cuts: Cuts) -> Iterator[fx
     topk and sort, and the rows that experts work on (not their matmuls).
 
     Like torchtitan's selective "op" policy (torchtitan/distributed/activation_checkpoint.py: what
-    `_get_default_save_ops` lists is saved, all-to-alls included, except every second matmul of a block).
+    `_get_default_save_ops` lists is saved, all-to-alls included, except every second matmul of a block). It sorts
+    again; here saved rows and what is recomputed beside them belong to the same sort.
     """
     count = 0
     for node in nodes:
