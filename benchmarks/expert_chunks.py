@@ -142,8 +142,9 @@ def write(results: Mapping[tuple[Row, int], Result]) -> None:
         "",
         "Communication is an all-gather of all tokens in front of the experts and a reduce-scatter of their sums "
         "behind them, along rings: on 4 nodes that is cheaper than to send each device the rows that it reads, since a "
-        "ring brings a byte into a node once. `selective` saves what torchtitan's policy of that name saves, among it "
-        "the rows that experts work on, so that backward dispatches none again; `pointwise` saves the fewest bytes "
+        "ring brings a byte into a node once. `selective` saves what torchtitan's policy of that name saves, and the "
+        "sort, among it the rows that experts work on, so that backward dispatches none again; `pointwise` saves the "
+        "fewest bytes "
         f"from which elementwise ops recompute the rest. An H100 has room for about {FITS_GIB:.0f} GiB.",
     ]
     TABLE.write_text("\n".join(lines) + "\n")

@@ -73,9 +73,9 @@ class Update:
         self.state.torn = any(self.replacements.targets)
         for targets in self.replacements.targets if len(self.envs) > 1 else ():
             for key, index in chain.from_iterable(targets.values()):
-                cells: list[Tensor | None] = self.state.pieces[key]  # type: ignore[assignment]
-                self.old[key, index] = weakref.ref(self.state.pieces[key][index])
-                cells[index] = None
+                cells = self.state.pieces[key]
+                self.old[key, index] = weakref.ref(cells[index])
+                cells[index] = None  # type: ignore[call-overload]
 
     def commit(self, i: int, task: Task) -> None:
         """Store what a task of device `i` has computed."""
@@ -89,11 +89,10 @@ class Update:
         for number, (key, index) in enumerate(self.replacements.targets[i].get(slot, ())):
             value: Tensor = self.envs[i][slot]
             cells = self.state.pieces[key]
-            old = self.old[key, index]() if self.old else cells[index]
-            if value is old:
-                cells[index] = value
-            else:
-                cells[index] = value.clone() if number or not value.numel() else value
+            is_in_place = value is (self.old[key, index]() if self.old else cells[index])
+            is_copied = not is_in_place and (number > 0 or not value.numel())
+            cells[index] = value.clone() if is_copied else value
+            if not is_in_place:
                 self.bindings.renew(key, cells[index])
             self.renewed.append(key)
 
