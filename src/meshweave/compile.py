@@ -71,6 +71,7 @@ class CompileOptions:
     recompute: str | None
     param_dtype: torch.dtype | None
     backend: str
+    cuda_graphs: bool
     passes: PassesArgument
     passes_seconds: float
     prefetch: int
@@ -123,7 +124,9 @@ class CompileOptions:
     @property
     def session(self) -> SessionSettings:
         keeps, backend = self.keeps_gradients, checked_backend(self.backend)
-        return SessionSettings(self.accumulate, self.seed, keeps, self.check_finite, backend, self.weights)
+        return SessionSettings(
+            self.accumulate, self.seed, keeps, self.check_finite, backend, self.weights, self.cuda_graphs
+        )
 
     @property
     def pipeline(self) -> Pipeline:
@@ -263,6 +266,7 @@ def compile(
     recompute: str | None = None,
     param_dtype: torch.dtype | None = None,
     backend: str = "auto",
+    cuda_graphs: bool = True,
     passes: PassesArgument = None,
     passes_seconds: float = 60.0,
     prefetch: int = 0,
@@ -314,6 +318,9 @@ def compile(
         repeated layers once; "auto": compiled by a background process during the first steps, where that is measured to
         be faster and 1,000 steps save the compile time; on virtual devices eager. Compiled values differ from eager
         ones by rounding (docs/regions.md).
+    cuda_graphs: on a GPU, record compiled regions in the third step and replay them from then on, so that the host
+        launches a few CUDA graphs instead of every kernel: same values, and the memory of a step stays reserved. Not
+        with accumulation or keep_gradients.
     passes: the passes over the step, as a list of `meshweave.passes` or as text: "exact" (keep, carry, overlap: values
         stay the same to the bit), "default" (keep, split, decompose, overlap: sums may round differently), "none",
         "default,split=4,recompute=full". The arguments recompute, prefetch, overlap, decompose and split are short

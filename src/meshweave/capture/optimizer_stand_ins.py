@@ -93,8 +93,11 @@ class StandIns:
 
     def have_other_notes(self, names: Sequence[str]) -> bool:
         """Whether user attributes on some parameters are neither as at first nor the same on all of them."""
+        noted = [name for name in names if vars(self._own[name]) or self._notes[name]]
+        if not noted:
+            return False
         now = {name: forms_of(vars(self._own[name])) for name in names}
-        changed = any(not alike(forms, self._notes[name]) for name, forms in now.items())
+        changed = any(not alike(now[name], self._notes[name]) for name in noted)
         return changed and any(not alike(forms, now[names[0]]) for forms in now.values())
 
     def step(self, name: str, kept: Kept) -> tuple[list[Prepared], Kept]:

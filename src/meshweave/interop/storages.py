@@ -31,7 +31,10 @@ def is_unshared(x: torch.Tensor) -> bool:
 
 def version_of(x: torch.Tensor) -> int:
     """The version counter, which every write in place increments; -1 for tensors of inference mode, which have none."""
-    return -1 if x.is_inference() else x._version
+    try:
+        return x._version
+    except RuntimeError:
+        return -1
 
 
 def increase_versions(tensors: Sequence[torch.Tensor]) -> None:

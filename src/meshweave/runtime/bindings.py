@@ -57,7 +57,8 @@ class Bound:
     @property
     def is_unwritten(self) -> bool:
         """Whether the tensor is unwritten since `settle`, as far as version and address show."""
-        return self.mark == mark_of(self.memory)
+        memory, (address, version) = self.memory, self.mark  # of every tensor, several times a step
+        return memory.data_ptr() == address and version_of(memory) == version
 
     def share(self, piece: Tensor) -> None:
         """Make the tensor share the memory of a piece. The tensor stays the same object for all its users."""

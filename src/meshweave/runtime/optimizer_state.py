@@ -48,14 +48,23 @@ class OptimizerState:
     def publish(self, state: State, numbers: Numbers, names: Collection[str]) -> None:
         """Copy slots of the parameters `names`, and numbers, to `optimizer.state`. Bound tensors have the values of the
         last update already. All processes call it."""
+        written, fresh = list[Tensor](), list[Tensor]()
         for name, values in numbers.items():
             entries = self.optimizer.state[self.params[name]]
             for slot, value in values.items():
                 before = entries.get(slot)
-                if isinstance(before, Tensor):
+                if isinstance(before, Tensor) and isinstance(value, Tensor):
+                    written.append(before)
+                    fresh.append(value)
+                elif isinstance(before, Tensor):
                     before.fill_(value)
                 else:
                     entries[slot] = value.clone() if isinstance(value, Tensor) else value
+        if written:
+            torch.ops.aten._foreach_copy_.default(written, fresh)  # a call for all step counts
+        for name, values in numbers.items():
+            entries = self.optimizer.state[self.params[name]]
+            for slot in values:
                 self.marks[name, slot] = _mark(entries[slot])
         for item, layout in state.items:
             is_new = item.kind == "state" and ("state", item.name) not in self.bindings.bound

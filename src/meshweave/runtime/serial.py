@@ -10,6 +10,7 @@ import torch
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.rank import RankGraph
+from meshweave.runtime.cuda_graphs import DeviceGraphs
 from meshweave.runtime.executor import (
     After,
     Compiled,
@@ -24,6 +25,7 @@ from meshweave.runtime.executor import (
     perform,
     report_value,
 )
+from meshweave.runtime.recorded import RecordedPasses
 from meshweave.runtime.straight_line import Run, straight_line
 
 
@@ -57,19 +59,25 @@ class Alone:
 
 @dataclass(slots=True)
 class SerialExecutor:
-    """Runs the tasks of one device in order, its communications through a communicator."""
+    """Runs the tasks of one device in order, its communications through a communicator. With `graphs`, passes that
+    nobody observes are recorded and replayed."""
 
     compiled: Compiled
     device: int
     communicator: Communicator
     meter: Meter | None = None
+    graphs: DeviceGraphs | None = None
     _fresh: Env = field(init=False)
     _env: Env = field(default_factory=list)
     _recorder: TaskRecorder | None = None
     _codes: dict[int, Run] = field(default_factory=dict)  # of the parts that have run
+    _passes: RecordedPasses | None = None
+    _is_recorded: bool = False  # the current pass
 
     def __post_init__(self) -> None:
         self._fresh = environment(self.compiled, self.device)
+        if self.graphs is not None:
+            self._passes = RecordedPasses(self.compiled, self.device, self.graphs, self._run)
 
     def record(self, recorder: TaskRecorder | None) -> None:
         self._recorder = self.communicator.recorder = recorder
@@ -79,12 +87,19 @@ class SerialExecutor:
 
     def begin(self, envs: list[Env]) -> None:
         (self._env,) = envs
+        is_observed = self._recorder is not None or self.meter is not None
+        self._is_recorded = self._passes is not None and not is_observed and self._passes.begin(self._env)
 
     def end(self) -> None:
         self._env = []
+        if self._passes is not None:
+            self._passes.end()
 
     def run(self, part: int, after: After | None = None) -> None:
         env, recorder = self._env, self._recorder
+        if self._passes is not None and self._is_recorded:
+            self._passes.run(part, env, after)
+            return
         if recorder is None and self.meter is None:
             with torch.no_grad():
                 self._code(part)(env, after)

@@ -20,6 +20,7 @@ from meshweave.regions.compiler import BackendName, RegionCompiler
 from meshweave.runtime.allocator import compacted
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries
+from meshweave.runtime.cuda_graphs import CudaGraphs, DeviceGraphs
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
 from meshweave.runtime.fetched import Fetched, check_finite, mean_of
 from meshweave.runtime.fuse import Look, compiler_for, fuse_for
@@ -27,6 +28,7 @@ from meshweave.runtime.inputs import Inputs
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
+from meshweave.runtime.recorded import can_be_recorded
 from meshweave.runtime.saves import Saves
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
@@ -43,7 +45,8 @@ _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state",
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
     """What a session keeps and checks. `accumulate` is the number of microbatches of a step, `backend` compiles the
-    compute between communications, `weights` is a folder of files with initial parameters."""
+    compute between communications, `weights` is a folder of files with initial parameters. `cuda_graphs` replays
+    compiled regions on a GPU as CUDA graphs."""
 
     accumulate: int = 1
     seed: int = 0
@@ -51,6 +54,12 @@ class SessionSettings:
     check_finite: bool = True
     backend: BackendName = "eager"
     weights: str | None = None
+    cuda_graphs: bool = True
+
+
+def graphs_of(world: World, settings: SessionSettings) -> DeviceGraphs | None:
+    """CUDA graphs, if a world's steps may be recorded."""
+    return CudaGraphs(world.device) if world.device.type == "cuda" and settings.cuda_graphs else None
 
 
 class Session:
@@ -72,6 +81,7 @@ class Session:
         """`share`: another session of the same model, whose state this session trains, too."""
         self.roles, self.world, self.settings = tuple(roles), world, settings
         self.compiler: RegionCompiler = compiler_for(settings.backend, world) if share is None else share.compiler
+        self.graphs: DeviceGraphs | None = share.graphs if share is not None else graphs_of(world, settings)
         self._has_regions, self._look = False, Look()
         self._build(meter)
         self.state: State = State(self.roles, world.devices, world.device) if share is None else share.state
@@ -88,12 +98,19 @@ class Session:
         self._between: list[dict[Key, Tensor]] = []  # values that a microbatch passes to the next
         self._losses: list[Fetched] = []
 
+    def _recorder(self, has_regions: bool) -> DeviceGraphs | None:
+        """What records the passes of a step: CUDA graphs, if nothing of a pass is in use after it."""
+        is_last = self.settings.accumulate == 1 and not self.settings.keep_gradients
+        if not has_regions or not is_last or len(self.ranks) > 1:
+            return None
+        return self.graphs if can_be_recorded(self.ranks[0]) else None
+
     def _build(self, meter: Meter | None, has_regions: bool = False) -> None:
         """The tasks of each local device, and their executor."""
         kept = {"loss", "output", "norm", "buffer", "param", "state", "carry"}
         kept |= {"grad"} if self.settings.keep_gradients else set()
         self.ranks = self._compiled(kept, True, has_regions)
-        self.executor = self.world.executor(self.roles, self.ranks, meter)
+        self.executor = self.world.executor(self.roles, self.ranks, meter, self._recorder(has_regions))
         self.inputs = Inputs(self.world, self.ranks, self.settings.accumulate)
         self.replacements = Replacements.of(self.ranks)
         if self.settings.accumulate > 1:  # earlier microbatches have their own tasks, and pass on other values

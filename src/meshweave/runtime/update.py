@@ -17,10 +17,11 @@ from meshweave.runtime.state import Key, State
 
 @dataclass(frozen=True, slots=True)
 class Replacements:
-    """Where new parameters and optimizer state come from, for each local device: `targets` are their kinds, names and
-    indices among the pieces, by slot; `others` are the slots that no task of the update computes; `numbers` those of
-    the optimizer's numbers, by name."""
+    """Where new parameters and optimizer state (`keys`) come from, for each local device: `targets` are their kinds,
+    names and indices among the pieces, by slot; `others` are the slots that no task of the update computes; `numbers`
+    those of the optimizer's numbers, by name."""
 
+    keys: Sequence[Key]
     targets: Sequence[Mapping[int, Sequence[tuple[Key, int]]]]
     others: Sequence[Sequence[int]]
     numbers: Sequence[Mapping[str, int]]
@@ -46,7 +47,7 @@ class Replacements:
             }
             for rank in ranks
         ]
-        return Replacements(targets, others, numbers)
+        return Replacements(tuple(counts), targets, others, numbers)
 
 
 @dataclass(slots=True)
@@ -61,7 +62,6 @@ class Update:
     bindings: Bindings
     replacements: Replacements
     envs: Sequence[Env]
-    renewed: list[Key] = field(default_factory=list)
     old: dict[tuple[Key, int], weakref.ref[Tensor]] = field(default_factory=dict)
 
     def begin(self, numbers: Mapping[str, Tensor]) -> None:
@@ -94,7 +94,6 @@ class Update:
             cells[index] = value.clone() if is_copied else value
             if not is_in_place:
                 self.bindings.renew(key, cells[index])
-            self.renewed.append(key)
 
     def finish(self, buffers: Sequence[tuple[Key, Tensor]]) -> None:
         """Store what no task of the update computes, and the buffers that the microbatches have left."""
@@ -102,7 +101,7 @@ class Update:
             for slot in slots:
                 self.envs[i][slot] = self.envs[i][slot].clone()
                 self.keep(i, slot)
-        self.bindings.written_by_step(self.renewed)
+        self.bindings.written_by_step(self.replacements.keys)
         renewed: dict[Key, list[Tensor]] = {}
         for key, piece in buffers:
             # it may be a view of the batch, which belongs to the caller

@@ -1,0 +1,384 @@
+"""Recorded passes: on a processor with recordings of ops in place of CUDA graphs, on a GPU with CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshweave as mw
+from meshweave.interop.pytree import tree_leaves, tree_map
+from meshweave.runtime import recorded, session
+from meshweave.runtime.cuda_graphs import CudaGraphs, Place, RecordingFailed
+
+
+def _copy(target: Any, source: Any) -> None:
+    if isinstance(target, Tensor):
+        target.copy_(source)
+
+
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+WAITS = torch.ops.aten._local_scalar_dense.default
+
+
+class _Ops(TorchDispatchMode):
+    """The ops that run, with their operands and results; what they write into is restored at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_strict = True
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.old: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op is WAITS and self.is_strict:
+            raise RuntimeError("the host waits")
+        if op._schema.is_mutable:
+            written = args[0] if isinstance(args[0], list) else [args[0]]
+            for x in written:
+                self.old.setdefault(x.data_ptr(), (x, x.clone()))
+        result = op(*args, **kwargs)
+        self.calls.append((op, args, kwargs, result))
+        return result
+
+
+class FakeGraphs:
+    """Recordings of ops: a replay computes them again on the recorded operands, into the recorded results. Between two
+    steps all recorded results are NaN; so are those of earlier passes when something new is recorded, which may use
+    their memory."""
+
+    def __init__(self) -> None:
+        self._user: object | None = None
+        self.memory: list[tuple[int, int, torch.UntypedStorage]] = []
+        self.recordings: list[list[tuple[Any, Any, Any, Any]]] = []
+        self.num_earlier = 0  # recordings of earlier passes
+        self.num_replays = 0
+
+    @property
+    def user(self) -> object | None:
+        return self._user
+
+    @user.setter
+    def user(self, value: object | None) -> None:
+        self._user = value
+        if value is None:
+            self.num_earlier = len(self.recordings)
+            self.spoil()
+
+    def spoil(self) -> None:
+        for op, _, _, result in chain(*self.recordings[: self.num_earlier]):
+            if not op._schema.is_mutable and not op.is_view:
+                for x in result if isinstance(result, (list, tuple)) else [result]:
+                    if isinstance(x, Tensor) and x.is_floating_point():
+                        x.fill_(torch.nan)
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.spoil()
+        ops = _Ops()
+        try:
+            with ops:
+                run()
+        except Exception as error:
+            raise RecordingFailed(str(error)) from error
+        finally:
+            for x, before in ops.old.values():
+                x.copy_(before)
+        for _, args, kwargs, result in ops.calls:
+            for x in tree_leaves((args, kwargs, result)):
+                if isinstance(x, Tensor):
+                    memory = x.untyped_storage()
+                    self.memory.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes(), memory))
+        self.recordings.append(ops.calls)
+
+        def replay() -> None:
+            self.num_replays += 1
+            with torch.no_grad():
+                for op, args, kwargs, result in ops.calls:
+                    if op._schema.is_mutable:
+                        op(*args, **kwargs)
+                    elif not op.is_view and op is not torch.ops.aten.empty_strided.default:
+                        tree_map(_copy, result, op(*args, **kwargs))
+
+        return replay
+
+    def at(self, place: Place) -> Tensor:
+        if not place.shape.numel():
+            return torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+        storage = next(x for start, end, x in self.memory if start <= place.address < end)
+        offset = (place.address - storage.data_ptr()) // place.dtype.itemsize
+        return torch.empty(0, dtype=place.dtype).set_(storage, offset, place.shape, place.stride)
+
+    def is_here(self, value: Tensor) -> bool:
+        return True
+
+    def awaits(self, run: Callable[[], None]) -> bool:
+        ops = _Ops()
+        ops.is_strict = False
+        with ops:
+            run()
+        return any(op is WAITS for op, *_ in ops.calls)
+
+
+class Net(nn.Module):
+    """Buffers, random numbers, tied and frozen parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.BatchNorm1d(16)
+        self.b.weight = nn.Parameter(self.a.weight.detach().t().clone())
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(nn.functional.dropout(self.norm(self.a(self.frozen(x))).relu(), 0.2, self.training))
+
+
+def mse(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return ((out - batch["y"]) ** 2).mean()
+
+
+def data(num: int, rows: int = 6) -> list[dict[str, Tensor]]:
+    chance = torch.Generator().manual_seed(0)
+    return [{name: torch.randn(rows, 8, generator=chance) for name in "xy"} for _ in range(num)]
+
+
+def compiled(backend: str = "eager", device: str = "cpu", **options: Any) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    model = Net().to(device)
+    step = mw.compile(
+        model,
+        loss=mse,
+        example=data(1)[0],
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
+        mesh="",
+        forward=lambda m, batch: m(batch["x"]),
+        backend=backend,
+        **options,
+    )
+    return step, model
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    fake = FakeGraphs()
+    monkeypatch.setattr(session.Session, "_recorder", lambda self, has_regions: fake)
+    return fake
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x.detach().clone() for name, x in model.state_dict().items()}
+
+
+Act = Callable[[Any, nn.Module, int], Any]
+
+
+def train(act: Act, num: int = 8, **how: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    """The losses and what `act` returned in each step, and the trained values."""
+    step, model = compiled(**how)
+    seen: list[Any] = []
+    for i, batch in enumerate(data(num)):
+        seen.append(act(step, model, i))
+        seen.append(step(batch))
+        seen += [step.metrics["loss"]]
+    return seen, values(model)
+
+
+def evaluate(step: Any, model: nn.Module, i: int) -> Any:
+    return step.evaluate(data(1, rows=6)[0])
+
+
+def outputs(step: Any, model: nn.Module, i: int) -> Any:
+    return step.forward_only(data(1)[0])
+
+
+def schedule(step: Any, model: nn.Module, i: int) -> None:
+    step.optimizer.param_groups[0]["lr"] = 1e-2 / (i + 1)
+
+
+def write(step: Any, model: nn.Module, i: int) -> None:
+    if i == 5:
+        with torch.no_grad():
+            model.a.weight.mul_(0.5)
+
+
+def replace(step: Any, model: nn.Module, i: int) -> None:
+    if i == 5:
+        model.a.weight.data = model.a.weight.data * 0.5
+
+
+def other_rows(step: Any, model: nn.Module, i: int) -> Any:
+    return step(data(1, rows=4)[0]) if i % 2 else None
+
+
+def trace(step: Any, model: nn.Module, i: int) -> None:
+    if i == 5:
+        step.trace(data(1)[0])
+
+
+def parts(step: Any, model: nn.Module, i: int) -> Any:
+    loss = step.forward(data(1)[0])
+    step.backward()
+    step.update()
+    return loss
+
+
+def fail(step: Any, model: nn.Module, i: int) -> None:
+    if i in (2, 5):
+        with pytest.raises(mw.MeshweaveError, match="loss"):
+            step({"x": torch.full((6, 8), torch.inf), "y": torch.zeros(6, 8)})
+
+
+def abandon(step: Any, model: nn.Module, i: int) -> None:
+    """A step that ends after forward."""
+    if i in (2, 5):
+        step.forward(data(1)[0])
+        step.session.drop()
+
+
+def reload(step: Any, model: nn.Module, i: int) -> None:
+    if i == 5:
+        model.load_state_dict({name: x * 0.9 if x.is_floating_point() else x for name, x in values(model).items()})
+
+
+def nothing(step: Any, model: nn.Module, i: int) -> None:
+    pass
+
+
+ACTS = [nothing, evaluate, outputs, schedule, write, replace, other_rows, trace, parts, fail, abandon, reload]
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
+def test_recorded_steps_equal_others_to_the_bit(graphs: FakeGraphs, act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded_run = train(act)
+    assert graphs.num_replays >= 12
+    monkeypatch.undo()
+    plain_run = train(act)
+    torch.testing.assert_close(recorded_run, plain_run, rtol=0, atol=0)
+
+
+def test_a_step_is_recorded_once(graphs: FakeGraphs) -> None:
+    counts: list[int] = []
+    train(lambda step, model, i: counts.append(len(graphs.recordings)))
+    assert counts[:3] == [0, 0, 0]
+    assert counts[3] > 3
+    assert set(counts[3:]) == {counts[3]}
+
+
+@pytest.mark.parametrize("act", [pytest.param(act, marks=ON_GPU, id=act.__name__) for act in ACTS])
+def test_cuda_graphs_equal_single_launches_to_the_bit(act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "LEAST_TASKS", 1)
+    counts = count_recordings(monkeypatch)
+    recorded_run = train(act, device="cuda", backend="inductor")
+    assert counts["recorded"] >= 3
+    assert not counts["failed"]
+    plain_run = train(act, device="cuda", backend="inductor", cuda_graphs=False)
+    torch.testing.assert_close(recorded_run, plain_run, rtol=0, atol=0)
+
+
+def count_recordings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    counts, record = Counter[str](), CudaGraphs.record
+
+    def counting(self: CudaGraphs, run: Callable[[], None]) -> Callable[[], None]:
+        try:
+            replay = record(self, run)
+        except RecordingFailed as error:
+            counts["failed"] += 1
+            print("not recorded:", error)
+            raise
+        counts["recorded"] += 1
+        return replay
+
+    monkeypatch.setattr(CudaGraphs, "record", counting)
+    return counts
+
+
+def language_model(family: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).cuda()  # type: ignore[no-any-return]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_language_models_train_by_cuda_graphs(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "LEAST_TASKS", 1)  # layers are few
+    counts = count_recordings(monkeypatch)
+    losses: dict[bool, list[float]] = {}
+    for cuda_graphs in (True, False):
+        model = language_model(family).to(dtype)
+        ids = torch.arange(128, device="cuda").view(2, 64) % 250
+        batch = {"input_ids": ids, "labels": ids}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = mw.compile(
+            model,
+            loss=lambda out, _: out.loss,
+            example=batch,
+            optimizer=optimizer,
+            mesh="",
+            clip_grad_norm=1.0,
+            cuda_graphs=cuda_graphs,
+        )
+        losses[cuda_graphs] = [float(step({"input_ids": ids + i, "labels": ids + i})) for i in range(6)]
+        losses[cuda_graphs].append(float(step.evaluate(batch)))
+    assert counts["recorded"] >= 3
+    assert not counts["failed"]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(losses[True], losses[False], rtol=tolerance, atol=0)
+
+
+def job_on_gpu(pipe: Any, mesh: str) -> dict[str, Any]:
+    """Losses of steps with and without CUDA graphs, and how many blocks of tasks are recorded."""
+    warnings.simplefilter("ignore")  # Inductor's, on TensorFloat32
+    recorded.LEAST_TASKS = 1
+    losses: dict[bool, list[float]] = {}
+    num_recorded = 0
+    for cuda_graphs in (True, False):
+        model = language_model("llama")
+        ids = torch.arange(256).view(4, 64) % 250
+        step = mw.compile(
+            model,
+            loss=lambda out, _: out.loss,
+            example={"input_ids": ids, "labels": ids},
+            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+            mesh=mesh,
+            profile="alpha-beta",
+            backend="inductor",
+            device="cuda:0",
+            cuda_graphs=cuda_graphs,
+        )
+        losses[cuda_graphs] = [float(step({"input_ids": ids + i, "labels": ids + i})) for i in range(6)]
+        passes = step.session.executor._passes
+        blocks = [block for part in passes._blocks.values() for block in part] if passes is not None else []
+        num_recorded += sum(block.recording is not None for block in blocks)
+    return {"losses": losses, "num_recorded": num_recorded}
+
+
+@pytest.mark.gpu
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "tp=2"])
+def test_two_ranks_on_a_gpu_record_between_their_communications(mesh: str, start: Any) -> None:
+    for outcome in start("tests.runtime.test_recorded:job_on_gpu", 2, mesh).finish(240):
+        assert "error" not in outcome, outcome["text"]
+        assert outcome["num_recorded"] >= 3
+        torch.testing.assert_close(outcome["losses"][True], outcome["losses"][False], rtol=1e-5, atol=0)
