@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,11 +205,17 @@ def take_turns(job: Job) -> list[dict[str, Any]]:
         for process, source, own, row in zip(job.processes, job.sources, turns, job.rows, strict=True):
             if "error" not in row:
                 assert process.stdin is not None
-                process.stdin.write("\n")
-                process.stdin.flush()
-                own.append(next(source))
+                with suppress(BrokenPipeError):
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+                answer = next(source, None)
+                if answer is None:  # out of memory, say
+                    row["error"] = "the process ended"
+                else:
+                    own.append(answer)
     for process, own, row in zip(job.processes, turns, job.rows, strict=True):
-        process.communicate()
+        with suppress(BrokenPipeError):
+            process.communicate()
         if own:
             row["ms"] = statistics.median(turn["ms"] for turn in own)
             row["peak_gb"] = max(turn["peak_bytes"] for turn in own) / 1e9

@@ -6,8 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshweave.interop.lazy import load_inductor
 from meshweave.ir import local_ops
-from meshweave.ir.grouped import all_rows, from_torch, grouped_mm, grouped_outer, mm_piece, outer_piece, own_rows
+from meshweave.ir.grouped import (
+    all_rows,
+    from_torch,
+    grouped_mm,
+    grouped_outer,
+    mm_piece,
+    outer_piece,
+    own_rows,
+    seen_mm,
+    seen_outer,
+)
 
 aten = torch.ops.aten
 X, G = torch.arange(28.0).reshape(7, 4), torch.arange(35.0).reshape(7, 5)
@@ -69,6 +80,26 @@ def test_a_gpu_multiplies_as_the_processor(
         ]
 
     for got, want in zip(products("cuda"), products("cpu"), strict=True):
+        torch.testing.assert_close(got.cpu(), want, rtol=0.02, atol=0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_compiler_traces_the_kernel_of_a_gpu() -> None:
+    """With rows of no expert, an expert without rows, and a transposed weight."""
+    torch.manual_seed(0)
+    inductor = load_inductor()
+    ends = torch.tensor([30, 30, 64, 90], dtype=torch.int32)
+    x, grad = torch.randn(96, 32).bfloat16(), torch.randn(96, 24).bfloat16()
+    weight = torch.randn(4, 24, 32).bfloat16().transpose(1, 2)
+
+    def products(x: Tensor, weight: Tensor, ends: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return seen_mm(x, weight, ends) * 2, seen_outer(x, grad, ends) + 1
+
+    operands = [t.cuda() for t in (x, weight, ends, grad)]
+    forms = [(tuple(t.shape), t.stride(), t.dtype) for t in operands]
+    compiled = inductor.compile_graph(products, forms, torch.device("cuda"))
+    for got, want in zip(compiled(operands), products(x, weight, ends, grad), strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=0.02, atol=0.2)
 
 

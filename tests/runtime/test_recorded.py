@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from itertools import chain
@@ -169,7 +168,7 @@ def compiled(backend: str = "eager", device: str = "cpu", **options: Any) -> tup
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     fake = FakeGraphs()
-    monkeypatch.setattr(session.Session, "_recorder", lambda self, has_regions: fake)
+    monkeypatch.setattr(session.Session, "_recorder", lambda self, _: fake if self.settings.accumulate == 1 else None)
     return fake
 
 
@@ -248,11 +247,29 @@ def reload(step: Any, model: nn.Module, i: int) -> None:
         model.load_state_dict({name: x * 0.9 if x.is_floating_point() else x for name, x in values(model).items()})
 
 
+def accumulate(step: Any, model: nn.Module, i: int) -> Any:
+    return step(data(1)[0], accumulate=2) if i % 2 else None
+
+
 def nothing(step: Any, model: nn.Module, i: int) -> None:
     pass
 
 
-ACTS = [nothing, evaluate, outputs, schedule, write, replace, other_rows, trace, parts, fail, abandon, reload]
+ACTS = [
+    nothing,
+    evaluate,
+    outputs,
+    schedule,
+    write,
+    replace,
+    other_rows,
+    trace,
+    parts,
+    fail,
+    abandon,
+    reload,
+    accumulate,
+]
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
@@ -344,41 +361,3 @@ def test_language_models_train_by_cuda_graphs(family: str, dtype: torch.dtype, m
     assert not counts["failed"]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(losses[True], losses[False], rtol=tolerance, atol=0)
-
-
-def job_on_gpu(pipe: Any, mesh: str) -> dict[str, Any]:
-    """Losses of steps with and without CUDA graphs, and how many blocks of tasks are recorded."""
-    warnings.simplefilter("ignore")  # Inductor's, on TensorFloat32
-    recorded.LEAST_TASKS = 1
-    losses: dict[bool, list[float]] = {}
-    num_recorded = 0
-    for cuda_graphs in (True, False):
-        model = language_model("llama")
-        ids = torch.arange(256).view(4, 64) % 250
-        step = mw.compile(
-            model,
-            loss=lambda out, _: out.loss,
-            example={"input_ids": ids, "labels": ids},
-            optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
-            mesh=mesh,
-            profile="alpha-beta",
-            backend="inductor",
-            device="cuda:0",
-            cuda_graphs=cuda_graphs,
-        )
-        losses[cuda_graphs] = [float(step({"input_ids": ids + i, "labels": ids + i})) for i in range(6)]
-        passes = step.session.executor._passes
-        blocks = [block for part in passes._blocks.values() for block in part] if passes is not None else []
-        num_recorded += sum(block.recording is not None for block in blocks)
-    return {"losses": losses, "num_recorded": num_recorded}
-
-
-@pytest.mark.gpu
-@pytest.mark.multiprocess
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "tp=2"])
-def test_two_ranks_on_a_gpu_record_between_their_communications(mesh: str, start: Any) -> None:
-    for outcome in start("tests.runtime.test_recorded:job_on_gpu", 2, mesh).finish(240):
-        assert "error" not in outcome, outcome["text"]
-        assert outcome["num_recorded"] >= 3
-        torch.testing.assert_close(outcome["losses"][True], outcome["losses"][False], rtol=1e-5, atol=0)

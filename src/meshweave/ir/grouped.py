@@ -93,8 +93,7 @@ def _groups_of_kernel(
 ) -> list[tuple[slice, Tensor]]:
     """Parts of the rows, with the end of each expert in them on the device, for torch's kernel, which does not tell the
     host how many rows an expert has; empty if that kernel cannot do it."""
-    is_dense = x.is_contiguous() and not any(size % _ALIGNED for size in (x.shape[1], num_columns))
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and is_dense and x.shape[0] and num_experts):
+    if not _fits_kernel(x, num_columns, num_experts):
         return []
     if ends.dim() == 1 or ends.shape[0] == 1:
         line = ends.reshape(-1)
@@ -106,6 +105,12 @@ def _groups_of_kernel(
         return []  # own rows of several blocks: only the run knows where a block begins
     starts = range(0, x.shape[0], block_rows)
     return [(slice(i, i + block_rows), _stops(line, block_rows)) for i, line in zip(starts, ends, strict=True)]
+
+
+def _fits_kernel(x: Tensor, num_columns: int, num_experts: int) -> bool:
+    """Whether torch's kernel multiplies these rows on their device."""
+    is_dense = x.is_contiguous() and not any(size % _ALIGNED for size in (x.shape[1], num_columns))
+    return x.is_cuda and x.dtype == torch.bfloat16 and is_dense and bool(x.shape[0] and num_experts)
 
 
 def _stops(ends: Tensor, num_rows: int) -> Tensor:
@@ -146,6 +151,19 @@ def grouped_outer(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 @grouped_outer.register_fake
 def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty((ends.shape[-1], x.shape[1], grad.shape[1]))
+
+
+def seen_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_mm` for a compiler that traces it: where torch's kernel computes it, the zeros of rows of no expert are
+    an op of its own, which is fused with what reads the result."""
+    is_by_kernel = ends.dim() == 1 and _fits_kernel(x, weight.shape[2], len(ends))
+    return mm_piece(x, weight, ends, 0, 0) if is_by_kernel else grouped_mm(x, weight, ends)
+
+
+def seen_outer(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_outer`, likewise."""
+    is_by_kernel = ends.dim() == 1 and _fits_kernel(x, grad.shape[1], len(ends))
+    return outer_piece(x, grad, ends, len(ends), 0, 0) if is_by_kernel else grouped_outer(x, grad, ends)
 
 
 @define_op("enter_rows")

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from meshweave.interop.ops import is_operator
 from meshweave.interop.pytree import tree_leaves
+from meshweave.ir import grouped
 from meshweave.ir.graph import map_nodes
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS
@@ -32,7 +33,7 @@ _SEEN_INTO = {
         ours.attention_backward.default,
         ours.matmul.default,
     )
-}
+} | {ours.grouped_mm.default: grouped.seen_mm, ours.grouped_outer.default: grouped.seen_outer}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,11 @@ class RegionFunction:
             inputs[i].copy_(results[result])
         return tuple(results[i] for i in self.outputs)
 
-    def compiled(self, inductor: Any) -> Callable[[list[Any]], Sequence[Any]]:
-        """The function compiled by `interop.inductor`, which takes a list that it empties. Raises what that raises."""
-        is_update = bool(self.writes)
-        compiled = inductor.compile_graph(self, self.forms, self.device, joins_kernels=is_update)
+    def compiled(self, inductor: Any, joins_updates: bool = True) -> Callable[[list[Any]], Sequence[Any]]:
+        """The function compiled by `interop.inductor`, which takes a list that it empties. Raises what that raises.
+        `joins_updates`: if it updates parameters, its loops become a few kernels, on a GPU."""
+        joins = joins_updates and bool(self.writes)
+        compiled = inductor.compile_graph(self, self.forms, self.device, joins_kernels=joins)
         return compiled  # type: ignore[no-any-return]
 
 

@@ -58,8 +58,11 @@ class SessionSettings:
 
 
 def graphs_of(world: World, settings: SessionSettings) -> DeviceGraphs | None:
-    """CUDA graphs, if a world's steps may be recorded."""
-    return CudaGraphs(world.device) if world.device.type == "cuda" and settings.cuda_graphs else None
+    """CUDA graphs, if steps may be recorded: on a GPU in a single process, if nothing of a pass is in use after it.
+    Between the communications of several processes they have not been tried on GPUs."""
+    is_alone = world.device.type == "cuda" and not world.is_distributed and len(world.devices) == 1
+    is_last = settings.accumulate == 1 and not settings.keep_gradients
+    return CudaGraphs(world.device) if settings.cuda_graphs and is_alone and is_last else None
 
 
 class Session:
@@ -81,7 +84,9 @@ class Session:
         """`share`: another session of the same model, whose state this session trains, too."""
         self.roles, self.world, self.settings = tuple(roles), world, settings
         self.compiler: RegionCompiler = compiler_for(settings.backend, world) if share is None else share.compiler
-        self.graphs: DeviceGraphs | None = share.graphs if share is not None else graphs_of(world, settings)
+        self.graphs: DeviceGraphs | None = graphs_of(world, settings) if share is None else share.graphs
+        if share is None:
+            self.compiler.joins_updates = self.graphs is None  # the host launches each kernel
         self._has_regions, self._look = False, Look()
         self._build(meter)
         self.state: State = State(self.roles, world.devices, world.device) if share is None else share.state
@@ -99,9 +104,8 @@ class Session:
         self._losses: list[Fetched] = []
 
     def _recorder(self, has_regions: bool) -> DeviceGraphs | None:
-        """What records the passes of a step: CUDA graphs, if nothing of a pass is in use after it."""
-        is_last = self.settings.accumulate == 1 and not self.settings.keep_gradients
-        if not has_regions or not is_last or len(self.ranks) > 1:
+        """What records the passes of a step."""
+        if not has_regions or self.graphs is None or self.settings.accumulate > 1:
             return None
         return self.graphs if can_be_recorded(self.ranks[0]) else None
 
