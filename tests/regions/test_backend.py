@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from math import prod
@@ -114,6 +115,58 @@ def test_virtual_devices_and_small_steps_run_op_by_op_unless_asked() -> None:
         step, _ = trained("mlp", "auto", mesh, steps=1)
         assert not num_regions(step)
         assert not step.session.compiler.compiled
+
+
+class Previous(torch.optim.Optimizer):
+    """Keeps values of the step before: as they were, exchanged, or transposed."""
+
+    def __init__(self, params: Any, what: str) -> None:
+        super().__init__(params, {"lr": 0.1, "what": what})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        for p in group["params"]:
+            state = self.state[p]
+            if not state:
+                state.update({name: torch.zeros_like(p) for name in ("mean", "before", "weight")})
+            mean, before = state["mean"], state["before"]
+            if group["what"] == "exchanged":
+                other = mean.clone()
+                mean.copy_(before)
+                before.copy_(other)
+                before.mul_(0.9).add_(p.grad)
+            else:
+                before.copy_(mean.t() if p.dim() == 2 and group["what"] == "transposed" else mean)
+                mean.mul_(0.9).add_(p.grad)
+            state["weight"].copy_(p)
+            p.add_(mean - 0.5 * before + 0.01 * state["weight"], alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("what", ["kept", "exchanged", "transposed"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_an_optimizer_may_keep_the_previous_value_of_what_it_updates(what: str, backend: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    reference = copy.deepcopy(model)
+    optimizers = [Previous(own.parameters(), what) for own in (model, reference)]
+    batches = [torch.randn(8, 16) for _ in range(4)]
+    step = mw.compile(
+        model,
+        loss=lambda out, _: out.square().mean(),
+        example=batches[0],
+        optimizer=optimizers[0],
+        mesh="",
+        backend=backend,
+    )
+    for batch in batches:
+        step(batch)
+        optimizers[1].zero_grad()
+        reference(batch).square().mean().backward()
+        optimizers[1].step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(optimizers[0].state[ours], optimizers[1].state[theirs], rtol=1e-5, atol=1e-7)
 
 
 def test_updates_are_in_place() -> None:

@@ -133,7 +133,7 @@ class RegionCompiler:
         plain = [[singles[n] for n in part] for part in parts]
         while True:
             steps = cut(parts, kept, values, lambda node: node not in refused)
-            steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, values)
+            steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, kept, values)
             regions = [step for part in steps for step in part if isinstance(step, Region)]
             its = {
                 d: [region_function(r, x.values, x.symbols, device, libraries) for r in regions]

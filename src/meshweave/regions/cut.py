@@ -167,10 +167,15 @@ class _Cut:
 
 
 def written_in_place(
-    steps: Sequence[Sequence[Step]], renewed: Mapping[fx.Node, fx.Node], values: Mapping[fx.Node, Values]
+    steps: Sequence[Sequence[Step]],
+    renewed: Mapping[fx.Node, fx.Node],
+    kept: Iterable[fx.Node],
+    values: Mapping[fx.Node, Values],
 ) -> list[list[Step]]:
     """The items with updates in place: `renewed` are new values by the inputs that they replace. A new value is written
-    into the old value's memory if no item after its region reads that, and both have the same form."""
+    into the old value's memory if no item after its region reads that, none of the values `kept` beyond the step is in
+    it (an optimizer may keep a previous value), and both have the same form."""
+    lasting = {x.storage for node in kept for x in values.get(node, ())}
     order = [step for part in steps for step in part]
     last: dict[int, Step] = {}  # by storage, its last reader
     for step in order:
@@ -179,7 +184,7 @@ def written_in_place(
 
     def fits(region: Region, new: fx.Node, old: fx.Node) -> bool:
         (after,), (before,) = values[new], values[old]
-        is_last = old in region.inputs and last[before.storage] is region
+        is_last = old in region.inputs and last[before.storage] is region and before.storage not in lasting
         return is_last and (after.shape, after.stride, after.dtype) == (before.shape, before.stride, before.dtype)
 
     def placed(step: Step) -> Step:
