@@ -35,6 +35,7 @@ ROOMS = (
     "passes",
     "torch_compile",
     "program",
+    "stored",
     "expert_chunks",
     "variants",
     "train_step",

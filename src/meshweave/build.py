@@ -29,7 +29,7 @@ from meshweave.movement.replay import proven
 from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
 from meshweave.passes.accumulate import accumulated
 from meshweave.passes.pipeline import optimize
-from meshweave.program import Program
+from meshweave.program import PlanInputs, Planned, Program
 from meshweave.rows.blocks import in_blocks
 from meshweave.rows.ends import share_ends
 from meshweave.rows.tables import by_expert
@@ -45,6 +45,7 @@ from meshweave.sharding.rates import rates_of
 from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
 from meshweave.sharding.sequences import keep_sequences_apart
+from meshweave.stored import storage_of
 
 # A sum over n devices is proven with a set of n bits on each: 7 s for an MLP on 8,192 devices, minutes on 65,536 (2
 # cores, 2026-11).
@@ -111,40 +112,77 @@ def build_program(
     placing = partial(place, price=price, rates=rates, decided={})  # equal ops are decided once, in all placements
     captured, sequence = _with_sequence(verify_step(captured), resolved, mesh, placing)
     resolved, units = _with_choices(resolved, source, captured, mesh, price, placing, progress, like)
-    cuts = {name: tuple(dims.values()) for name, dims in resolved.shards.items()}
-    pipeline = _with_ring(pipeline, resolved)
-    step = pipeline.captured(CapturedProgram(captured, cuts), costs, progress)
+    lasting = None if like is None else like.placement
+    inputs = PlanInputs(captured, mesh, resolved, costs, options, _with_ring(pipeline, resolved), lasting)
+    planned, trouble = _stored(_AfterCapture(inputs, units, planner, placing, progress))
+    return Program(
+        planned.captured,
+        planned.placed,
+        planned.optimized,
+        planned.placement,
+        options,
+        contract,
+        optimizer,
+        planned.accumulation,
+        recompute=_recompute_policy(pipeline),
+        resolved=resolved,
+        sequence=sequence,
+        storage=trouble,
+    )
 
-    def built(step: StepGraph, pipeline: Pipeline) -> Program:
-        step = _with_rows(step, resolved, mesh)
-        placement = decide(resolved, step, mesh, units, map_devices(step, resolved.homes, mesh))
-        placement = placement if like is None else placement.keeping(like.placement)
+
+@dataclass(frozen=True, slots=True)
+class _AfterCapture:
+    """The stages after capture. They read `inputs` alone: the other fields follow from these."""
+
+    inputs: PlanInputs
+    units: Units
+    planner: PlanMove
+    placing: Placing
+    progress: Progress
+
+    def run(self) -> Planned:
+        it = self.inputs
+        cuts = {name: tuple(dims.values()) for name, dims in it.resolved.shards.items()}
+        step = it.pipeline.captured(CapturedProgram(it.captured, cuts), it.costs, self.progress)
+        num_devices = it.mesh.flat_size(it.resolved.cutting_batch(it.mesh))
+        return built_in_chunks(self._planned, step, it.pipeline, it.costs, num_devices, it.options.accumulate)
+
+    def _planned(self, step: StepGraph, pipeline: Pipeline) -> Planned:
+        it, options = self.inputs, self.inputs.options
+        step = _with_rows(step, it.resolved, it.mesh)
+        homes = map_devices(step, it.resolved.homes, it.mesh)
+        placement = decide(it.resolved, step, it.mesh, self.units, homes)
+        placement = placement if it.lasting is None else placement.keeping(it.lasting)
 
         def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
             how = replace(placement, accumulate_in=accumulate_in)
-            placed = arrange(placing(step, how), planner, reduce_after_cast=options.reduce_after_cast)
-            placed = dispatched(own_sums(placed), planner, rates)
-            progress("expand")
-            roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(planner)), costs)
+            placed = arrange(self.placing(step, how), self.planner, reduce_after_cast=options.reduce_after_cast)
+            placed = dispatched(own_sums(placed), self.planner, rates_of(it.costs))
+            self.progress("expand")
+            roles = pipeline.expanded(expand(verify_placed(placed), it.mesh, _proving(self.planner)), it.costs)
             return placed, tuple(verify_rank(settle(role)) for role in roles)
 
-        placed, roles, note = accumulated(expanded, options.accumulate, options.accumulate_in, pipeline.room(costs))
-        optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
-        return Program(
-            step,
-            placed,
-            optimized,
-            placement,
-            options,
-            contract,
-            optimizer,
-            note,
-            recompute=_recompute_policy(pipeline),
-            resolved=resolved,
-            sequence=sequence,
-        )
+        room = pipeline.room(it.costs)
+        placed, roles, note = accumulated(expanded, options.accumulate, options.accumulate_in, room)
+        optimized = optimize(placed, roles, it.costs, pipeline, options.accumulate, self.progress)
+        return Planned(step, placed, optimized, placement, note)
 
-    return built_in_chunks(built, step, pipeline, costs, mesh.flat_size(resolved.cutting_batch(mesh)))
+
+def _stored(stages: _AfterCapture) -> tuple[Planned, str]:
+    """The program of an earlier start with the same inputs, else a new one, which the next start may load; and why a
+    program on disk was of no use, or why there can be none."""
+    storage = storage_of(stages.inputs)
+    if storage is None:
+        return stages.run(), ""
+    stages.progress("load")
+    planned, trouble = storage.read()
+    if planned is not None:
+        return planned, ""
+    planned = stages.run()
+    stages.progress("store")
+    troubles = [text for text in (trouble, storage.write(planned)) if text]
+    return planned, f"the program was built anew: {'; '.join(troubles)}" if troubles else ""
 
 
 def _check_size(mesh: Mesh) -> None:

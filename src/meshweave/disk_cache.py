@@ -1,4 +1,4 @@
-"""Measurements cached on disk: profiles of machines and links, and which regions are worth compiling."""
+"""Data cached on disk that meshweave can recreate: measurements, orders and programs, as text under a key."""
 
 from __future__ import annotations
 
@@ -51,6 +51,13 @@ def code_digest(rooms: tuple[str, ...]) -> str:
     """A digest of the code of packages of meshweave."""
     root = Path(__file__).parent
     files = [path for room in rooms for path in sorted((root / room).glob("*.py"))]
+    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+@cache
+def package_digest() -> str:
+    """A digest of all code of meshweave."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 

@@ -11,10 +11,36 @@ from meshweave.hardware import Costs
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
-from meshweave.passes import Optimized
+from meshweave.passes import Optimized, Pipeline
 from meshweave.schedule import OverlapReport
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.plans import Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """All that the stages after capture read: the captured step, the plan with its choices, and `lasting`, the
+    placement whose state the program shares."""
+
+    captured: StepGraph
+    mesh: Mesh
+    resolved: Resolved
+    costs: Costs
+    options: CaptureOptions
+    pipeline: Pipeline
+    lasting: Placement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What the stages after capture make: the step after the passes over it, the placed and the rank graphs, and where
+    gradients of microbatches are added up."""
+
+    captured: StepGraph
+    placed: StepGraph
+    optimized: Optimized
+    placement: Placement
+    accumulation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +63,7 @@ class Program:
     costs_from: str = ""  # which costs these are, and where they come from
     recompute: str = "none"  # what backward recomputes, as in `mw.compile`
     resolved: Resolved | None = None  # the plan as parsed, with the choices for weights that it left open
+    storage: str = ""  # why the program of an earlier start was of no use, or why this program could not be stored
 
     @property
     def roles(self) -> tuple[RankGraph, ...]:
@@ -50,8 +77,9 @@ class Program:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Decisions that no plan states: where gradients are added up, in which order a sequence is stored."""
-        return tuple(note for note in (self.accumulation, self.sequence) if note)
+        """Decisions that no plan states: where gradients are added up, in which order a sequence is stored; and trouble with
+        the program on disk."""
+        return tuple(note for note in (self.accumulation, self.sequence, self.storage) if note)
 
     @property
     def as_expanded(self) -> Program:

@@ -20,6 +20,7 @@ Stage = Literal["captured", "expanded", "written", "ordered"]
 STAGES: tuple[Stage, ...] = ("captured", "expanded", "written", "ordered")
 Scope = Literal["step", "graph", "joint graph"]
 P = TypeVar("P")
+_UNTRIED = "not tried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,15 @@ class ProgramVariant:
     name: str
     seconds: float = 0.0
     reason: str = ""
+
+    @staticmethod
+    def untried(name: str, budget_s: float) -> ProgramVariant:
+        """A variant for which there was no time."""
+        return ProgramVariant(name, reason=f"{_UNTRIED}: the {budget_s:g} s were used up")
+
+    @property
+    def is_untried(self) -> bool:
+        return self.reason.startswith(_UNTRIED)
 
     def __str__(self) -> str:
         return f"{self.name} {self.reason or f'{self.seconds * 1e3:,.3f} ms'}"

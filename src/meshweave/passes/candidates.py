@@ -7,22 +7,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import isclose
 from typing import Any, Generic, TypeVar
 
 from torch import fx
 
 from meshweave.passes.base import Pass, PassProgram, ProgramVariant, Report
-from meshweave.passes.recall import Choice, Gathered, Recall, alone
 from meshweave.schedule.decide import NoOrderError
 
 Progress = Callable[[str], None]
+Gathered = Callable[[int], Sequence[int]]  # this process's number to those of all processes that compile together
 Q = TypeVar("Q", bound=PassProgram)
 AS_IT_IS = "as it is"  # the name of a program whose ops no pass rewrote
-UNCHANGED = -1  # in a path: the program without a compared pass
 # A slower program is not rewritten further. In the benchmarks a rewrite of a program that was slower by more never was
 # the fastest program.
 _BEAM = 0.1
+
+
+def alone(number: int) -> Sequence[int]:
+    return (number,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,13 @@ class Budget:
 class ProgramCandidate(Generic[Q]):
     """A program on its way through the passes.
 
-    written: the program before the ordering passes. path: for each compared pass so far the index of the alternative
-    that rewrote the program, or `UNCHANGED`. unfit: why it got no further.
+    written: the program before the ordering passes. unfit: why it got no further.
     """
 
     name: str
     program: Q
     written: Q
     reports: Mapping[str, tuple[Report, ...]] = field(default_factory=dict)
-    path: tuple[int, ...] = ()
     unfit: NoOrderError | None = None
 
     def after(self, next_pass: Pass[Q], costs: Any) -> ProgramCandidate[Q]:
@@ -67,9 +67,6 @@ class ProgramCandidate(Generic[Q]):
         is_same = next_pass.numerics == "exact" or _is_same(program.graphs, self.program.graphs)
         name = self.name if is_same else _joined(self.name, next_pass.label)
         return replace(self, name=name, program=program, written=program, reports=reports_by_pass)
-
-    def by(self, alternative: int) -> ProgramCandidate[Q]:
-        return replace(self, path=(*self.path, alternative))
 
 
 def _is_same(graphs: Sequence[fx.Graph], before: Sequence[fx.Graph]) -> bool:
@@ -123,20 +120,6 @@ class CandidateSearch(Generic[Q]):
             promising = branches if len(branches) == 1 else [each for each in branches if self._is_promising(each)]
             branches = [each for branch in promising for each in self._behind(branch, at, end)]
 
-    def replay(self, program: Q, path: Sequence[int]) -> Branch[Q] | None:
-        """The program rewritten as `path` says; None if that is not possible."""
-        candidate, choices = ProgramCandidate(AS_IT_IS, program, program), iter(path)
-        for each_pass in self.passes:
-            if not each_pass.is_compared:
-                candidate = self._after(candidate, each_pass)
-            elif (choice := next(choices, UNCHANGED)) != UNCHANGED:
-                alternatives, before = each_pass.alternatives, candidate.program
-                if choice in range(len(alternatives)):
-                    candidate = self._after(candidate, alternatives[choice])
-                if candidate.program is before:
-                    return None
-        return None if candidate.unfit else Branch(candidate, candidate, self.costs)
-
     def _branch(self, candidate: ProgramCandidate[Q], at: int, end: int) -> Branch[Q]:
         """The candidate after the passes from `at` to `end`, none of which is compared, and finished."""
         candidate = finished = self._through(candidate, self.passes[at:end])
@@ -165,23 +148,23 @@ class CandidateSearch(Generic[Q]):
         compared, changed = self.passes[at], list[Branch[Q]]()
         if branch.open.unfit is not None:
             return [branch]
-        for number, alternative in enumerate(compared.alternatives):
+        for alternative in compared.alternatives:
             if self.budget.is_over(self.began):
-                reason = f"not tried: the {self.budget.seconds:g} s were used up"
-                self.untried.append(ProgramVariant(_joined(branch.open.name, alternative.label), reason=reason))
+                name = _joined(branch.open.name, alternative.label)
+                self.untried.append(ProgramVariant.untried(name, self.budget.seconds))
                 continue
             candidate = self._after(branch.open, alternative)
             if candidate.program is branch.open.program and candidate.unfit is None:
                 branch = self._noted(branch, compared.name, candidate.reports[compared.name])
                 continue
             before = min(each.seconds for each in (branch, *changed))
-            changed.append(self._branch(candidate.by(number), at + 1, end))
+            changed.append(self._branch(candidate, at + 1, end))
             if not self._agreed(branch, changed[-1].seconds < before or before == math.inf):
                 break
         self.tried += changed
         if end == len(self.passes):
             return []  # no pass follows that is compared
-        opened = self._through(branch.open.by(UNCHANGED), self.passes[at + 1 : end])
+        opened = self._through(branch.open, self.passes[at + 1 : end])
         without = Branch(opened, branch.finished, self.costs)
         return [without, *([min(changed, key=lambda each: each.seconds)] if changed else [])]
 
@@ -195,7 +178,7 @@ class CandidateSearch(Generic[Q]):
         return noted
 
 
-_UNLIMITED, _NO_RECALL = Budget(), Recall()
+_UNLIMITED = Budget()
 
 
 def run_passes(
@@ -205,22 +188,15 @@ def run_passes(
     least_gain: float = 0.0,
     budget: Budget = _UNLIMITED,
     progress: Progress = lambda stage: None,
-    recall: Recall = _NO_RECALL,
 ) -> tuple[ProgramCandidate[Q], tuple[ProgramVariant, ...]]:
     """Run the passes, verified after each. Returns the program and, if there were several, the variants that were
     compared.
 
     A pass that is taken by gain is kept only if the program after all passes simulates faster and stays under the
-    cap: the fastest variant wins, the first of equals; a rewrite has to be faster by the share `least_gain`. A choice
-    that `recall` knows is repeated if the program is as fast as it was then. Raises NoOrderError if no variant is under
-    the cap.
+    cap: the fastest variant wins, the first of equals; a rewrite has to be faster by the share `least_gain`. Raises
+    NoOrderError if no variant is under the cap.
     """
     search = CandidateSearch(passes, costs, budget, progress)
-    if (choice := recall.read()) is not None:
-        branch = search.replay(program, choice.path)
-        if recall.agreed(branch is not None and isclose(branch.seconds, choice.seconds, rel_tol=1e-9)):
-            assert branch is not None
-            return branch.finished, choice.variants
     search.run(program)
     if len(search.tried) == 1 and not search.untried:
         chosen, variants = search.tried[0], tuple[ProgramVariant, ...]()
@@ -228,8 +204,6 @@ def run_passes(
         chosen, variants = _fastest_branch(search.tried, least_gain)
     if chosen.finished.unfit is not None:
         raise chosen.finished.unfit
-    if variants and not search.untried:
-        recall.write(Choice(chosen.finished.path, chosen.seconds, variants))
     return chosen.finished, (*variants, *search.untried)
 
 

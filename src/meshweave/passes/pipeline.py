@@ -17,8 +17,7 @@ from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank, verify_step
 from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, ProgramVariant, Stage
-from meshweave.passes.candidates import AS_IT_IS, Budget, Progress, run_passes
-from meshweave.passes.recall import Gathered, Recall, recall_of
+from meshweave.passes.candidates import AS_IT_IS, Budget, Gathered, Progress, run_passes
 from meshweave.rings import DecomposeReport, prove_rings
 from meshweave.rows import SplitReport
 from meshweave.schedule import OverlapReport
@@ -32,8 +31,8 @@ class Pipeline:
     memory_cap_bytes: the most that may be live on a device at once; keeps_gradients: gradients live to the end of a
     step. least_gain: a rewrite of ops is taken if the step simulates faster by at least this share.
     is_default: the caller did not ask for the passes over rank graphs; a program or costs that they do not support
-    leave it unchanged. recalls: if given, what was chosen for the same program in an earlier start of the job is chosen
-    at once; all processes that compile together call it together.
+    leave it unchanged. recalls: if given, the program of an earlier start with the same inputs is loaded (`stored/`);
+    all processes that compile together call it together.
     """
 
     passes: tuple[Pass[Any], ...] = ()
@@ -153,9 +152,7 @@ def _optimized(
     for each_pass in passes:
         _check_costs(each_pass, roles, costs)
     program = MeshProgram(roles, placed, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
-    least_gain, gathered = pipeline.least_gain, pipeline.recalls
-    recall = Recall() if gathered is None else recall_of(program, passes, costs, least_gain, gathered)
-    chosen, variants = run_passes(program, passes, costs, least_gain, pipeline.budget, progress, recall)
+    chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
     written, done = chosen.written.roles, chosen.program.roles
     optimized = Optimized(done, roles, written, chosen.reports, chosen.name, variants)
     if optimized.roles is not roles:

@@ -21,10 +21,12 @@ RuleFunction = Callable[[fx.Node], Rule]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The row of an op: its rule, and the name of the rewrite that makes it run on pieces (see expand/localize)."""
+    """The row of an op: its rule, and the name of the rewrite that makes it run on pieces (see expand/localize).
+    `registered`: what a user registered, as text; None for a function, "" for a row of meshweave."""
 
     rule: RuleFunction
     localize: str = ""
+    registered: str | None = ""
 
 
 TABLE: dict[Any, Row] = {}
@@ -73,7 +75,8 @@ def register_rule(
     """
     target, backward = _operator(target), None if backward is None else _operator(backward)
     modes = tuple(Linear(frozenset({i})) for i in linear)
-    TABLE[target] = Row(rule if callable(rule) else _text_rule(rule, modes))
+    registered = None if callable(rule) or callable(cost) else f"{rule}, {linear}, {cost}"
+    TABLE[target] = Row(rule if callable(rule) else _text_rule(rule, modes), registered=registered)
     if cost:
         set_cost(target, cost)
     if backward is None:
@@ -87,9 +90,16 @@ def register_rule(
         )
     operands, _, results = rule.partition("->")
     gradients = frozenset(range(len(results.split(","))))
-    TABLE[backward] = Row(_text_rule(f"{results},{operands}->{operands}", (Linear(gradients),)))
+    written = _text_rule(f"{results},{operands}->{operands}", (Linear(gradients),))
+    TABLE[backward] = Row(written, registered=None if registered is None else f"backward of {registered}")
     if cost:
         set_cost(backward, cost)
+
+
+def registrations() -> tuple[str | None, ...]:
+    """The rules and costs that the user registered, as text; None for each that is a function."""
+    rows = ((target, row.registered) for target, row in TABLE.items() if row.registered != "")
+    return tuple(None if text is None else f"{target}: {text}" for target, text in rows)
 
 
 def _operator(target: Any) -> OpOverload:

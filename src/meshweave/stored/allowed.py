@@ -1,0 +1,88 @@
+"""The classes and functions that a stored program may name. Any other name is an error, and nothing is looked up."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from meshweave.chunks.writer import Mark, Ring
+from meshweave.gathers.keep import KeepReport
+from meshweave.interop.ops import OpOverload, find_operator
+from meshweave.ir import collectives, local_ops, ops
+from meshweave.ir.graph import Input, Origin, Spec
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.rank import SYMBOLS, Transfer
+from meshweave.movement.plan import MovePlan
+from meshweave.movement.steps import Step
+from meshweave.movement.within import Request
+from meshweave.passes.base import ProgramVariant
+from meshweave.rings.report import DecomposeReport, RingRow
+from meshweave.rows.split import SplitReport, Whole
+from meshweave.schedule.report import CandidateRow, CollectiveRow, Merge, OverlapReport
+from meshweave.sharding.assign import Assignment, Own, PassedPartial, Shard
+
+CLASSES: Mapping[str, type[Any]] = {
+    each.__name__: each
+    for each in (
+        *(Spec, Origin, Input, DimSharding, Layout, Transfer, Ring, Mark),
+        *(Assignment, Shard, PassedPartial, Own, MovePlan, Step, Request),
+        *(KeepReport, SplitReport, Whole, DecomposeReport, RingRow, ProgramVariant),
+        *(OverlapReport, CandidateRow, CollectiveRow, Merge),
+    )
+}
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    f"{each.__module__.removeprefix('meshweave.')}.{each.__name__}": each
+    for each in (
+        *(operator.getitem, ops.move, collectives.transfer, collectives.permute, *SYMBOLS),
+        *(local_ops.embedding, local_ops.embedding_backward, local_ops.gather, local_ops.scatter),
+        *(local_ops.index_select, local_ops.index_rows, local_ops.add_rows, local_ops.view_rows, local_ops.extreme),
+        *(local_ops.join_blocks, local_ops.deal_blocks, local_ops.take_chunk, local_ops.join_chunks),
+        *(local_ops.sum_parts, local_ops.keep_first, local_ops.embed_part, local_ops.or_zeros),
+        *(local_ops.or_zeros_each, local_ops.merge_attention, local_ops.finish_attention, local_ops.add_gradient),
+    )
+}
+FUNCTION_NAMES: Mapping[Callable[..., Any], str] = {each: name for name, each in FUNCTIONS.items()}
+
+_NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "meshweave"})
+_TORCH: Mapping[str, type[Any]] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
+def operator_named(name: str, more: Mapping[str, OpOverload]) -> OpOverload:
+    """An operator of torch or of meshweave, or one of `more`. ValueError for any other name."""
+    if name in more:
+        return more[name]
+    if name.partition(".")[0] not in _NAMESPACES:
+        raise ValueError(f"{name} is not an operator of a stored program")
+    try:
+        found = find_operator(name)
+    except AttributeError:
+        raise ValueError(f"{name} is not an operator") from None
+    if not isinstance(found, OpOverload):
+        raise ValueError(f"{name} is not an operator")
+    return found
+
+
+def is_stored_operator(name: str, more: Mapping[str, OpOverload]) -> bool:
+    return name in more or name.partition(".")[0] in _NAMESPACES
+
+
+def torch_constant(kind: str, name: str) -> Any:
+    """A dtype, layout or memory format by its name. ValueError for anything else."""
+    found = vars(torch).get(name)
+    if not isinstance(found, _TORCH[kind]):
+        raise ValueError(f"torch.{name} is not a {kind}")
+    return found
+
+
+def torch_form(value: Any) -> tuple[str, str] | None:
+    """(kind, name) of a dtype, layout or memory format; None for any other value."""
+    kind = next((kind for kind, cls in _TORCH.items() if isinstance(value, cls)), None)
+    return None if kind is None else (kind, str(value).removeprefix("torch."))
