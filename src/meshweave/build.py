@@ -172,9 +172,9 @@ class _AfterCapture:
 def _stored(stages: _AfterCapture) -> tuple[Planned, str]:
     """The program of an earlier start with the same inputs, else a new one, which the next start may load; and why a
     program on disk was of no use, or why there can be none."""
-    storage = storage_of(stages.inputs)
+    storage, trouble = storage_of(stages.inputs)
     if storage is None:
-        return stages.run(), ""
+        return stages.run(), f"the program is not stored for the next start: {trouble}" if trouble else ""
     stages.progress("load")
     planned, trouble = storage.read()
     if planned is not None:

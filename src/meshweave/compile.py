@@ -194,6 +194,8 @@ class CompileOptions:
                     pipeline = pipeline.having(Recompute("pointwise", is_optional=True))
                 if self.leaves_passes_open:
                     pipeline = by_default(pipeline, world, chosen.costs, self.passes_seconds)
+                if world.is_distributed:
+                    pipeline = replace(pipeline, recalls=partial(numbers_of_all, world))
                 build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin)
                 program = build(example, "train", self.accumulate, None)
                 self.progress("start")
@@ -233,7 +235,7 @@ def check_seconds(passes_seconds: float) -> None:
 def by_default(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -> Pipeline:
     """The pipeline of a step whose caller named no pass that is chosen by gain: "default" within a time budget if there
     is real communication with known costs, else unchanged. Rewritten sums round differently, so a rewrite has to gain
-    at least `_LEAST_GAIN`. A choice is stored on disk for the next start."""
+    at least `_LEAST_GAIN`."""
     if not world.is_distributed or world.mesh.num_devices == 1 or not isinstance(costs, MachineProfile):
         return pipeline
     own, gathered = {each_pass.name for each_pass in pipeline.passes}, partial(numbers_of_all, world)
@@ -244,7 +246,6 @@ def by_default(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -
         least_gain=_LEAST_GAIN,
         is_default=True,
         budget=Budget(seconds, gathered),
-        recalls=gathered,
     )
 
 

@@ -77,8 +77,8 @@ class Program:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Decisions that no plan states: where gradients are added up, in which order a sequence is stored; and trouble with
-        the program on disk."""
+        """Decisions that no plan states: where gradients are added up, in which order a sequence is stored; also what
+        was wrong with the program on disk."""
         return tuple(note for note in (self.accumulation, self.sequence, self.storage) if note)
 
     @property

@@ -1,21 +1,18 @@
-"""Which programs a list of passes tries, which of them it takes, and what the next start recalls of that."""
+"""Which programs a list of passes tries, and which of them it takes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from torch import fx
 
-from meshweave.disk_cache import CacheEntry
 from meshweave.errors import VerifyError
 from meshweave.passes.base import Numerics, Pass, ProgramVariant, Stage
 from meshweave.passes.candidates import Budget, run_passes
-from meshweave.passes.recall import Choice, Recall
 from meshweave.schedule.decide import NoOrderError
 
 Times = dict[str, float]
@@ -169,68 +166,3 @@ def test_processes_decide_together() -> None:
     """The clock of another process counts as well."""
     text, _, _, _ = run(SLOW, budget=Budget(1e9, lambda late: (late, 1)))
     assert text == "!"
-
-
-@pytest.fixture
-def entry(tmp_path: Path) -> CacheEntry:
-    return CacheEntry(tmp_path / "passes", "a program", ".json")
-
-
-def test_the_next_start_takes_the_same_program_without_a_search(entry: CacheEntry) -> None:
-    first = run(SLOW, recall=Recall(entry))
-    text, log, names, _ = run(SLOW, recall=Recall(entry))
-    assert log == ["a2b"]
-    assert (text, names) == (first[0], first[2])
-    choice = Recall(entry).read()
-    assert choice is not None
-    assert choice.path == (0, 0)
-    assert Choice.of(choice.text()) == choice
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda choice: replace(choice, seconds=61.0),
-        lambda choice: replace(choice, path=(7, 0)),
-        lambda choice: replace(choice, path=(-3,)),
-        lambda choice: replace(choice, path=()),
-    ],
-    ids=["other seconds", "no such alternative", "no such index", "another program"],
-)
-def test_a_choice_that_does_not_hold_is_made_anew(entry: CacheEntry, change: Callable[[Choice], Choice]) -> None:
-    run(SLOW, recall=Recall(entry))
-    choice = Recall(entry).read()
-    assert choice is not None
-    entry.write(change(choice).text())
-    assert run(SLOW, recall=Recall(entry))[0] == "a2b!"
-    assert Recall(entry).read() == choice
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-        '{"path": "x"}',
-        '{"path": [0], "seconds": 1, "variants": [1]}',
-        '{"path": [1e999], "seconds": 1, "variants": []}',
-    ],
-)
-def test_a_text_that_is_no_choice_is_ignored(entry: CacheEntry, text: str) -> None:
-    entry.write(text)
-    assert Recall(entry).read() is None
-    assert run(SLOW, recall=Recall(entry))[0] == "a2b!"
-
-
-def test_a_choice_counts_only_if_all_processes_have_it(entry: CacheEntry) -> None:
-    run(SLOW, recall=Recall(entry))
-    assert len(run(SLOW, recall=Recall(entry, lambda mark: (mark, 0)))[1]) == 4
-    assert len(run(SLOW, recall=Recall(entry, lambda mark: (mark, mark)))[1]) == 1
-
-
-def test_a_search_that_was_cut_short_is_not_stored(entry: CacheEntry) -> None:
-    run(SLOW, recall=Recall(entry), budget=Budget(-1.0))
-    assert Recall(entry).read() is None
-    Recall(entry).write(Choice((), 1.0, (ProgramVariant("as it is", 1.0),)))
-    assert Recall(entry).read() is not None

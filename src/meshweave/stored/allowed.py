@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from inspect import isfunction
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,14 +14,15 @@ import torch
 from meshweave.chunks.writer import Mark, Ring
 from meshweave.gathers.keep import KeepReport
 from meshweave.interop.ops import OpOverload, find_operator
-from meshweave.ir import collectives, local_ops, ops
+from meshweave.ir import blocks, collectives, grouped, local_ops, ops, rank, sparse
 from meshweave.ir.graph import Input, Origin, Spec
 from meshweave.ir.layout import DimSharding, Layout
-from meshweave.ir.rank import SYMBOLS, Transfer
+from meshweave.ir.rank import Transfer
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Step
 from meshweave.movement.within import Request
 from meshweave.passes.base import ProgramVariant
+from meshweave.rings.attention import AttentionReport, AttentionRow
 from meshweave.rings.report import DecomposeReport, RingRow
 from meshweave.rows.split import SplitReport, Whole
 from meshweave.schedule.report import CandidateRow, CollectiveRow, Merge, OverlapReport
@@ -30,20 +34,36 @@ CLASSES: Mapping[str, type[Any]] = {
         *(Spec, Origin, Input, DimSharding, Layout, Transfer, Ring, Mark),
         *(Assignment, Shard, PassedPartial, Own, MovePlan, Step, Request),
         *(KeepReport, SplitReport, Whole, DecomposeReport, RingRow, ProgramVariant),
+        *(AttentionReport, AttentionRow),
         *(OverlapReport, CandidateRow, CollectiveRow, Merge),
     )
 }
 
+# The fields with which they are constructed, in order.
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(each.name for each in fields(cls) if each.init) for name, cls in CLASSES.items()
+}
+
+
+def _is_own(each: Any) -> bool:
+    """Whether a value in `local_ops` is a function that it defines."""
+    return isfunction(each) and each.__module__ == local_ops.__name__
+
+
+_NAMES: Mapping[ModuleType, str] = {
+    operator: "getitem",
+    ops: "move",
+    collectives: "transfer permute",
+    sparse: "sparse_gather sparse_scatter",
+    rank: "piece_size piece_offset member_pieces axis_index ring_index linear",
+    blocks: "sort_piece index_piece put_piece",
+    grouped: "mm_piece outer_piece own_rows all_rows readers_piece",
+    local_ops: " ".join(name for name, each in vars(local_ops).items() if _is_own(each) and not name.startswith("_")),
+}
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    f"{each.__module__.removeprefix('meshweave.')}.{each.__name__}": each
-    for each in (
-        *(operator.getitem, ops.move, collectives.transfer, collectives.permute, *SYMBOLS),
-        *(local_ops.embedding, local_ops.embedding_backward, local_ops.gather, local_ops.scatter),
-        *(local_ops.index_select, local_ops.index_rows, local_ops.add_rows, local_ops.view_rows, local_ops.extreme),
-        *(local_ops.join_blocks, local_ops.deal_blocks, local_ops.take_chunk, local_ops.join_chunks),
-        *(local_ops.sum_parts, local_ops.keep_first, local_ops.embed_part, local_ops.or_zeros),
-        *(local_ops.or_zeros_each, local_ops.merge_attention, local_ops.finish_attention, local_ops.add_gradient),
-    )
+    f"{module.__name__.removeprefix('meshweave.')}.{name}": getattr(module, name)
+    for module, names in _NAMES.items()
+    for name in names.split()
 }
 FUNCTION_NAMES: Mapping[Callable[..., Any], str] = {each: name for name, each in FUNCTIONS.items()}
 

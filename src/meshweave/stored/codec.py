@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
 from hashlib import sha256
 from typing import Any
 
@@ -22,6 +21,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.schedule.report import Deferred
 from meshweave.stored.allowed import (
     CLASSES,
+    FIELDS,
     FUNCTION_NAMES,
     FUNCTIONS,
     is_stored_operator,
@@ -35,12 +35,6 @@ NO_NODES: Mapping[fx.Node, int] = {}
 
 class NoFormError(Exception):
     """A value that has no form on disk: the program is not stored."""
-
-
-@cache
-def field_names(cls: type[Any]) -> tuple[str, ...]:
-    """The fields with which a dataclass is constructed."""
-    return tuple(each.name for each in fields(cls) if each.init)
 
 
 @dataclass(slots=True)
@@ -109,8 +103,9 @@ class Encoder:
     def _of_class(self, value: Any) -> list[Any]:
         cls = type(value)
         if CLASSES.get(cls.__name__) is not cls:
-            raise NoFormError(f"{cls.__module__}.{cls.__qualname__} is not stored")
-        return [cls.__name__, *(self.value(getattr(value, name)) for name in field_names(cls))]
+            name = getattr(value, "__qualname__", cls.__qualname__)
+            raise NoFormError(f"{name} of {getattr(value, '__module__', cls.__module__)} has no form")
+        return [cls.__name__, *(self.value(getattr(value, name)) for name in FIELDS[cls.__name__])]
 
 
 def _is_equal(known: Any, value: Any) -> bool:
@@ -130,7 +125,7 @@ class KeyEncoder(Encoder):
     def _of_class(self, value: Any) -> list[Any]:
         cls = type(value)
         if not is_dataclass(cls) or not cls.__module__.startswith("meshweave."):
-            raise NoFormError(f"{cls.__module__}.{cls.__qualname__} is not meshweave's")
+            raise NoFormError(f"{cls.__module__}.{cls.__qualname__} is not code of meshweave")
         parts = [self.value(getattr(value, each.name)) for each in fields(cls) if each.init]
         return [f"{cls.__module__}.{cls.__qualname__}", *parts]
 
@@ -198,6 +193,6 @@ class Decoder:
         if kind not in CLASSES:
             return torch_constant(kind, *parts)
         cls = CLASSES[kind]
-        if len(parts) != len(field_names(cls)):
+        if len(parts) != len(FIELDS[kind]):
             raise ValueError(f"{kind} has other fields")
-        return cls(**dict(zip(field_names(cls), map(self.value, parts), strict=True)))
+        return cls(**dict(zip(FIELDS[kind], map(self.value, parts), strict=True)))

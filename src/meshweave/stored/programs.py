@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import secrets
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
@@ -54,32 +55,38 @@ class Storage:
         return (planned if all(self.gathered(int(planned is not None))) else None), trouble
 
     def write(self, planned: Planned) -> str:
-        """Store a program for the next start. Returns why that was not possible, else an empty text. A search that was
-        cut short is not stored: the next start may have more time."""
-        if any(variant.is_untried for variant in planned.optimized.variants):
+        """Store a program for the next start, once per host. Returns why that was not possible, else an empty text. A
+        search that was cut short is not stored: the next start may have more time."""
+        if any(variant.is_untried for variant in planned.optimized.variants) or not self._is_writer():
             return ""
         try:
             text = _packed(planned_form(planned, self.inputs))
-        except NoFormError:
-            return ""
+        except NoFormError as error:
+            return f"it could not be stored ({error})"
         trouble = self.entry.write(text)
         if not trouble:
             self.entry.prune(_MOST_ENTRIES)
         return trouble
 
+    def _is_writer(self) -> bool:
+        """Whether this process is the first of its host."""
+        own, host = secrets.randbits(62), int.from_bytes(sha256(platform.node().encode()).digest()[:7])
+        index = list(self.gathered(own)).index(own)
+        return host not in self.gathered(host)[:index]
 
-def storage_of(inputs: PlanInputs) -> Storage | None:
+
+def storage_of(inputs: PlanInputs) -> tuple[Storage | None, str]:
     """Where the program of these inputs would be; None if the pipeline stores none, or if the program depends on code
-    that is neither torch's nor meshweave's: passes, costs, rules as functions."""
+    that is neither torch's nor meshweave's (passes, costs, rules as functions); and that reason."""
     gathered = inputs.pipeline.recalls
     if gathered is None:
-        return None
+        return None, ""
     try:
         digest = sha256(key_text(inputs).encode()).hexdigest()
-    except NoFormError:
-        return None
+    except NoFormError as error:
+        return None, f"it depends on code that the key cannot contain ({error})"
     directory, key = cache_directory() / "programs", f"{package_digest()} torch {torch.__version__} {digest}"
-    return Storage(CacheEntry(directory, key, ".program"), inputs, gathered)
+    return Storage(CacheEntry(directory, key, ".program"), inputs, gathered), ""
 
 
 def key_text(inputs: PlanInputs) -> str:
