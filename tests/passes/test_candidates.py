@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import pytest
 from torch import fx
 
 from meshweave.errors import VerifyError
-from meshweave.passes.base import Numerics, Pass, ProgramVariant, Stage
+from meshweave.passes.base import Numerics, Pass, Stage
 from meshweave.passes.candidates import Budget, run_passes
 from meshweave.schedule.decide import NoOrderError
 

@@ -20,6 +20,7 @@ from tests.stored.starts import Start
 from meshweave import build
 from meshweave.disk_cache import CacheEntry
 from meshweave.passes import Budget
+from meshweave.passes.candidates import Gathered
 from meshweave.program import PlanInputs, Program
 from meshweave.stored import programs
 
@@ -192,17 +193,28 @@ def test_the_oldest_entries_are_removed(cache: Path, monkeypatch: pytest.MonkeyP
     assert not is_loaded()
 
 
+def answers(*answers: Callable[[int], tuple[int, ...]]) -> Gathered:
+    """What two processes pass, call by call: their keys, their entries, whether they can read them. Later both pass the
+    same."""
+    left = iter(answers)
+    return lambda number: next(left, both)(number)
+
+
+def both(number: int) -> tuple[int, ...]:
+    return number, number
+
+
+def other(number: int) -> tuple[int, ...]:
+    return number, number - 1
+
+
 def test_a_program_counts_only_if_all_processes_have_it() -> None:
     START.program()
-    assert not is_loaded(gathered=lambda number: (number, 0))
-    assert not is_loaded(gathered=lambda number: (number, number + 1))
-    assert is_loaded(gathered=lambda number: (number, number))
-
-
-def test_a_process_that_cannot_read_it_makes_all_build_it() -> None:
-    START.program()
-    answers = iter([lambda number: (number, number), lambda number: (number, 0)])
-    assert not is_loaded(gathered=lambda number: next(answers)(number))
+    assert not is_loaded(gathered=answers(other))
+    assert START.program(gathered=answers(other)).storage.endswith("other processes have other keys")
+    assert not is_loaded(gathered=answers(both, other))
+    assert not is_loaded(gathered=answers(both, both, other))
+    assert is_loaded(gathered=answers(both, both, both))
 
 
 def test_a_search_that_was_cut_short_is_not_stored(cache: Path) -> None:

@@ -81,12 +81,17 @@ def storage_of(inputs: PlanInputs) -> tuple[Storage | None, str]:
     gathered = inputs.pipeline.recalls
     if gathered is None:
         return None, ""
+    digest, trouble = "", ""
     try:
         digest = sha256(key_text(inputs).encode()).hexdigest()
     except NoFormError as error:
-        return None, f"it depends on code that the key cannot contain ({error})"
-    directory, key = cache_directory() / "programs", f"{package_digest()} torch {torch.__version__} {digest}"
-    return Storage(CacheEntry(directory, key, ".program"), inputs, gathered), ""
+        trouble = f"it depends on code that the key cannot contain ({error})"
+    if len(set(gathered(int(digest[:15] or "0", 16)))) > 1:
+        return None, trouble or "other processes have other keys"
+    if trouble:
+        return None, trouble
+    key = f"{package_digest()} torch {torch.__version__} {digest}"
+    return Storage(CacheEntry(cache_directory() / "programs", key, ".program"), inputs, gathered), ""
 
 
 def key_text(inputs: PlanInputs) -> str:
