@@ -41,6 +41,9 @@ class Words:
     def seconds(self, costs: Any) -> float:
         return self.times[self.text.removesuffix("!")]
 
+    def compute_seconds(self, costs: Any) -> float:
+        return self.times.get("compute", 0.0)
+
     def agreed(self, choice: int) -> int:
         return choice
 
@@ -166,3 +169,21 @@ def test_processes_decide_together() -> None:
     """The clock of another process counts as well."""
     text, _, _, _ = run(SLOW, budget=Budget(1e9, lambda late: (late, 1)))
     assert text == "!"
+
+
+def test_nothing_is_rewritten_where_compute_leaves_too_little_to_gain() -> None:
+    """100 s, of which a rewrite has to save 10: with 91 s of compute, or 92 less the 2% that it may save, it cannot."""
+    for compute, is_tried in ((91.0, True), (92.0, False)):
+        text, log, names, _ = run({**SLOW, "compute": compute}, least_gain=0.1)
+        assert (len(log) > 1) == is_tried
+        assert text == ("a2b!" if is_tried else "!")
+        assert len(names) == (4 if is_tried else 3)
+    assert names == ["as it is", "a2", "b"]
+
+
+def test_a_pass_that_saves_compute_is_tried_all_the_same() -> None:
+    @dataclass(frozen=True)
+    class Shorter(WriteB):
+        saves_compute: ClassVar[bool] = True
+
+    assert run({**SLOW, "compute": 99.0}, (Shorter(), End()), least_gain=0.1)[0] == "b!"

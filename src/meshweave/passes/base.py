@@ -13,7 +13,7 @@ from meshweave.ir.from_role import rewrite_role
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank
-from meshweave.simulate.step import seconds_of_step
+from meshweave.simulate.step import compute_seconds_of_step, seconds_of_step
 
 Numerics = Literal["exact", "reassociates"]  # of sums over devices or rows: in the same order, or in another
 Stage = Literal["captured", "expanded", "written", "ordered"]
@@ -70,6 +70,9 @@ class PassProgram(Protocol):
     def seconds(self, costs: Any) -> float:
         """Seconds in simulation; infinite if it cannot run under its cap."""
 
+    def compute_seconds(self, costs: Any) -> float:
+        """Seconds that the busiest device computes in a step; 0 if unknown."""
+
     def agreed(self, choice: int) -> int:
         """The choice among candidates on which all processes that decide together agree."""
 
@@ -114,6 +117,9 @@ class MeshProgram:
             return self.simulated[1]
         return seconds_of_step(self.roles, costs, self.microbatches)
 
+    def compute_seconds(self, costs: Any) -> float:
+        return compute_seconds_of_step(self.roles, costs, self.microbatches)
+
     def agreed(self, choice: int) -> int:
         return choice  # all processes have the same costs
 
@@ -133,6 +139,7 @@ class Pass(Protocol[P]):
     expansion, "written" passes rewrite ops, "ordered" passes change order and buckets only, which is proven after each.
     scope: "step" if it needs a whole training step. Passes with the other scopes also run on graphs of torch.compile (a
     `GraphProgram`): "graph": forward and backward, each by itself; "joint graph": before the two are partitioned.
+    saves_compute: whether it may shorten compute, not only hide communication.
     """
 
     __slots__ = ()
@@ -140,6 +147,7 @@ class Pass(Protocol[P]):
     numerics: ClassVar[Numerics]
     stage: ClassVar[Stage]
     scope: ClassVar[Scope] = "step"
+    saves_compute: ClassVar[bool] = False
 
     @property
     def needs_costs(self) -> bool:

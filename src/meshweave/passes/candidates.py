@@ -18,6 +18,9 @@ Progress = Callable[[str], None]
 Gathered = Callable[[int], Sequence[int]]  # this process's number to those of all processes that compile together
 Q = TypeVar("Q", bound=PassProgram)
 AS_IT_IS = "as it is"  # the name of a program whose ops no pass rewrote
+# By how much rewriting ops for the sake of communication may shorten compute: chunks add copies and launches, but a sum
+# may be computed with a matmul. In the benchmarks it never shortened it.
+_LESS_COMPUTE = 0.02
 # A slower program is not rewritten further. In the benchmarks a rewrite of a program that was slower by more never was
 # the fastest program.
 _BEAM = 0.1
@@ -106,6 +109,7 @@ class CandidateSearch(Generic[Q]):
     costs: Any
     budget: Budget
     progress: Progress
+    least_gain: float = 0.0
     began: float = field(default_factory=time.monotonic)
     tried: list[Branch[Q]] = field(default_factory=list)
     untried: list[ProgramVariant] = field(default_factory=list)
@@ -116,9 +120,24 @@ class CandidateSearch(Generic[Q]):
         ends = [*compared, len(self.passes)]
         branches = [self._branch(ProgramCandidate(AS_IT_IS, program, program), 0, ends[0])]
         self.tried += branches
+        if compared and self._is_bound_by_compute(branches[0]):
+            return
         for at, end in zip(compared, ends[1:], strict=True):
             promising = branches if len(branches) == 1 else [each for each in branches if self._is_promising(each)]
             branches = [each for branch in promising for each in self._behind(branch, at, end)]
+
+    def _is_bound_by_compute(self, branch: Branch[Q]) -> bool:
+        """Whether no rewrite can gain `least_gain`, since compute alone takes longer; then `untried` says so."""
+        compared = [each for each in self.passes if each.is_compared]
+        if self.least_gain <= 0 or branch.finished.unfit is not None or any(each.saves_compute for each in compared):
+            return False
+        compute = branch.finished.program.compute_seconds(self.costs)
+        limit = branch.seconds * (1 - self.least_gain)
+        if not self._agreed(branch, compute * (1 - _LESS_COMPUTE) >= limit):
+            return False
+        reason = f"cannot gain {self.least_gain:.0%}: compute alone takes {compute * 1e3:,.3f} ms"
+        self.untried += [ProgramVariant(each.label, reason=reason) for each in compared]
+        return True
 
     def _branch(self, candidate: ProgramCandidate[Q], at: int, end: int) -> Branch[Q]:
         """The candidate after the passes from `at` to `end`, none of which is compared, and finished."""
@@ -196,7 +215,7 @@ def run_passes(
     cap: the fastest variant wins, the first of equals; a rewrite has to be faster by the share `least_gain`. Raises
     NoOrderError if no variant is under the cap.
     """
-    search = CandidateSearch(passes, costs, budget, progress)
+    search = CandidateSearch(passes, costs, budget, progress, least_gain)
     search.run(program)
     if len(search.tried) == 1 and not search.untried:
         chosen, variants = search.tried[0], tuple[ProgramVariant, ...]()

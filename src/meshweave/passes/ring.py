@@ -16,6 +16,7 @@ class RingAttention(Pass[MeshProgram]):
 
     name: ClassVar[str] = "ring"
     numerics: ClassVar[Numerics] = "reassociates"
+    saves_compute: ClassVar[bool] = True
     stage: ClassVar[Stage] = "written"
     when: Literal["gain", "always"] = "gain"
 

@@ -75,6 +75,14 @@ def seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microba
     return times_of(tasks, profile.compute_slowdown).seconds
 
 
+def compute_seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1) -> float:
+    """The seconds of kernels in a step, of the role with the most."""
+    tasks = lower_tasks(roles, profile, default_fusion(profile), microbatches)
+    streams = tasks.schedule.streams[: len(tasks.roles)]
+    kernels = ((tasks.tasks[i].seconds for i in stream if tasks.tasks[i].kernel is not None) for stream in streams)
+    return max(map(sum, kernels), default=0.0)
+
+
 def default_fusion(profile: MachineProfile) -> Fusion:
     """What runs as a single kernel on the profile's machine."""
     return _FUSION[profile.fusion]
