@@ -163,12 +163,14 @@ def _drop_idle(chain: Downstream, source: fx.Node, shapes: Shapes) -> None:
         wanted = operand_cuts(node, chain.consumers.get(node) or chain.cuts[node], chain.cuts, shapes)
         return all(chain.cuts.get(n, cut) == cut for n, cut in zip(operands, wanted, strict=True))
 
-    idle: list[fx.Node] | None = None
-    while idle is None or idle:
-        idle = [n for n in (*chain.cuts, *chain.consumers) if n is not source and not stays(n)]
+    open_nodes = {*chain.cuts, *chain.consumers}
+    while open_nodes:
+        idle = [n for n in open_nodes if n is not source and not stays(n)]
         for node in idle:
             chain.cuts.pop(node, None)
             chain.consumers.pop(node, None)
+        beside = {other for node in idle for other in (*node.users, *node.all_input_nodes)}
+        open_nodes = {n for n in beside if n in chain.cuts or n in chain.consumers}  # nothing changed for others
 
 
 def read_outside(chain: Downstream) -> list[fx.Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, Literal
 
@@ -241,7 +242,12 @@ def kind_of(node: fx.Node) -> Kind | None:
     """The kind of an op that can run chunk by chunk; None for others."""
     if node.op != "call_function" or FIXED in node.meta:
         return None
-    return _KINDS.get(node.target) or (_POINTWISE if is_pointwise(node.target) and not is_random(node.target) else None)
+    return _kind_of_target(node.target)
+
+
+@cache
+def _kind_of_target(target: Any) -> Kind | None:
+    return _KINDS.get(target) or (_POINTWISE if is_pointwise(target) and not is_random(target) else None)
 
 
 def is_same(node: fx.Node, cut: Cut) -> bool:

@@ -11,11 +11,12 @@ are sub-meshes): the axes of `meshes[i]` are then written `m{i}.dp`, in groups, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -81,8 +82,23 @@ SYMBOLS: frozenset[Callable[..., Any]] = frozenset(
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The tensors among the arguments, in order, with repetitions."""
     operands: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if n.target not in SYMBOLS else None)
+    _collect(node.args, operands)
+    _collect(node.kwargs.values(), operands)
     return operands
+
+
+def _collect(values: Iterable[Any], operands: list[fx.Node]) -> None:
+    """Add the tensors among the values, however deep. Hashing an operator takes longer than asking what it is."""
+    for value in values:
+        if isinstance(value, fx.Node):
+            if not isinstance(value.target, FunctionType) or value.target not in SYMBOLS:
+                operands.append(value)
+        elif isinstance(value, list | tuple):
+            _collect(value, operands)
+        elif isinstance(value, dict):
+            _collect(value.values(), operands)
+        elif isinstance(value, slice):
+            _collect((value.start, value.stop, value.step), operands)
 
 
 @dataclass(frozen=True, slots=True)

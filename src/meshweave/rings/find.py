@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -52,17 +52,23 @@ def after(wait: fx.Node, cut: Cut, shapes: Shapes, order: Mapping[fx.Node, int])
     """What is computed from the chunks of a wait's value, as far as it can be computed there: without matmuls whose
     operands are computed later, and cannot be moved forward."""
     late: dict[fx.Node, bool] = {}
+    may_move: dict[fx.Node, bool] = {}
+
+    def is_early(node: fx.Node) -> bool:
+        if node not in may_move:
+            may_move[node] = earlier(node, wait, order) is not None
+        return may_move[node]
 
     def is_late(node: fx.Node) -> bool:
         if node not in late:
             kind = kind_of(node)
             may_be_chunks = kind is not None and not kind.is_matmul
-            late[node] = not may_be_chunks and earlier(node, wait, order) is None
+            late[node] = not may_be_chunks and not is_early(node)
         return late[node]
 
     chain = downstream(wait, cut, shapes, is_late)
     for consumer in list(chain.consumers):
-        if operand := _late(consumer, wait, chain, order):
+        if operand := _late(consumer, wait, chain, is_early):
             chain.why.append(late_text(operand, consumer))
             del chain.consumers[consumer]
     chain.cuts = needed(chain, wait, chain.consumers)
@@ -93,13 +99,13 @@ def needed(chain: Downstream, wait: fx.Node, consumers: Iterable[fx.Node]) -> di
     return {node: cut for node, cut in chain.cuts.items() if node in kept}
 
 
-def _late(consumer: fx.Node, wait: fx.Node, chain: Downstream, order: Mapping[fx.Node, int]) -> fx.Node | None:
+def _late(consumer: fx.Node, wait: fx.Node, chain: Downstream, is_early: Callable[[fx.Node], bool]) -> fx.Node | None:
     """An operand, of the consumer or of the path to it, that is not available at the gather's wait and cannot be
     computed by then."""
     on_way = [node for node in needed(chain, wait, [consumer]) if node is not wait]
     for node in (*on_way, consumer):
         for operand in operands_of(node):
-            if operand not in chain.cuts and earlier(operand, wait, order) is None:
+            if operand not in chain.cuts and not is_early(operand):
                 return operand
     return None
 

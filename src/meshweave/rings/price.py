@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from torch import fx
 
@@ -74,7 +76,9 @@ class RingPrices:
         """Compute between two nodes."""
         low, high = self.order[first], self.order[last]
         if (low, high) not in self.known:
-            self.known[low, high] = sum(seconds for position, seconds in self.kernels if low < position < high)
+            first_inside = bisect_right(self.kernels, low, key=itemgetter(0))
+            behind = bisect_left(self.kernels, high, key=itemgetter(0))
+            self.known[low, high] = sum([seconds for _, seconds in self.kernels[first_inside:behind]])
         return self.known[low, high]
 
     @property

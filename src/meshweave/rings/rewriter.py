@@ -317,8 +317,9 @@ def take_apart(
 
 
 def _kernels(program: DeviceProgram, profile: MachineProfile) -> Kernels:
-    """Position and seconds of every op that computes."""
+    """Position and seconds of every op that computes, in the order of positions."""
     reading = read(program)
     prices = ProfilePrices(reading, profile)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    return [(order[node], prices.compute(node)) for i, node in enumerate(reading.nodes) if i not in reading.rows]
+    nodes = sorted((n for i, n in enumerate(reading.nodes) if i not in reading.rows), key=order.__getitem__)
+    return [(order[node], prices.compute(node)) for node in nodes]
