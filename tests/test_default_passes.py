@@ -97,12 +97,22 @@ def test_what_there_is_no_time_for_is_said_and_left() -> None:
 def test_what_rounds_otherwise_has_to_gain_enough() -> None:
     step, profile = compiled("tp=2", profile="h100", passes="none"), mw.load_profile("h100")
     pipeline = pipeline_of("default")
-    for least_gain in (0.99, -1e3):
+    for least_gain in (1e-6, -1e3):
         found = optimize(step.program.placed, step.program.expanded, profile, replace(pipeline, least_gain=least_gain))
         (whole, *anew) = (variant.seconds for variant in found.variants)
-        assert anew
+        assert all(anew)
         assert (found.name == "as it is") == (whole <= min(anew) / (1 - least_gain))
     assert found.name != "as it is"  # a gain of less than nothing is enough
+
+
+def test_what_cannot_gain_enough_is_not_tried() -> None:
+    step, profile = compiled("tp=2", profile="h100", passes="none"), mw.load_profile("h100")
+    pipeline = replace(pipeline_of("default"), least_gain=0.99)
+    found = optimize(step.program.placed, step.program.expanded, profile, pipeline)
+    assert found.name == "as it is"
+    assert [variant.name for variant in found.variants] == ["as it is", "rows in 2 chunks", "collectives taken apart"]
+    assert all("cannot gain 99%: compute alone takes" in variant.reason for variant in found.variants[1:])
+    assert len(found.overlap) == 1
 
 
 def test_virtual_devices_take_the_plain_step() -> None:
