@@ -235,6 +235,14 @@ def fail(step: Any, model: nn.Module, i: int) -> None:
             step({"x": torch.full((6, 8), torch.inf), "y": torch.zeros(6, 8)})
 
 
+def fail_at_first(step: Any, model: nn.Module, i: int) -> None:
+    """The update of the first two steps does not run: it is recorded later than the rest would be."""
+    if i == 0:
+        for _ in range(2):
+            with pytest.raises(mw.MeshweaveError, match="loss"):
+                step({"x": torch.full((6, 8), torch.inf), "y": torch.zeros(6, 8)})
+
+
 def abandon(step: Any, model: nn.Module, i: int) -> None:
     """A step that ends after forward."""
     if i in (2, 5):

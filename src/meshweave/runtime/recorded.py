@@ -9,6 +9,7 @@ of the optimizer, what a communication receives) is copied in before each replay
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ COPIED_BYTES = 8 << 20
 # Where parameters move again and again, all is recorded anew once in so many passes, beside some recordings that are
 # free: recording takes as long as a few passes.
 PASSES, FREE_RECORDINGS = 20, 3
+_OBSERVED = 2  # runs of a part after which it may be recorded
 _FIXED = ("param", "state", "buffer", "constant")
 _NOTES = logging.getLogger("meshweave")
 
@@ -76,6 +78,7 @@ class RecordedPasses:
     graphs: DeviceGraphs
     others: Callable[[Task, Env], None]
     _num_passes: int = 0
+    _num_runs: Counter[int] = field(default_factory=Counter)  # of each part before it is recorded
     _num_recordings: int = 0
     _is_replayed: bool = False  # the current pass
     _waiting: set[int] = field(default_factory=set)  # ids of the tasks for which the host waits
@@ -98,10 +101,9 @@ class RecordedPasses:
         if self.graphs.user not in (None, self):
             return False
         self._num_passes += 1
-        if self._num_passes == 1:
-            return False
         self.graphs.user = self
-        self._is_replayed = self._num_passes > 2
+        parts = (part for part, tasks in enumerate(self.compiled.tasks) if tasks)
+        self._is_replayed = all(self._num_runs[part] >= _OBSERVED for part in parts)
         if not self._is_replayed:
             return True
         self._own.clear()
@@ -126,12 +128,14 @@ class RecordedPasses:
         if self._is_replayed and self._open:
             self._forget()
 
+    @torch.no_grad()
     def run(self, part: int, env: Env, after: After | None) -> None:
         """Run a part. `after` is called only while passes are observed: later, new parameters and optimizer state are
         in the memory of the old."""
         tasks = self.compiled.tasks[part]
         if not self._is_replayed:
-            self._observe(tasks, env, after)
+            self._observe(tasks, env, after, is_first=not self._num_runs[part])
+            self._num_runs[part] += 1
             return
         if part not in self._blocks:
             self._blocks[part] = list(self._cut(tasks))
@@ -145,11 +149,12 @@ class RecordedPasses:
         self._blocks, self._renewal, self._forms = {}, None, []
         self._open = {part for part, tasks in enumerate(self.compiled.tasks) if tasks}
 
-    def _observe(self, tasks: Sequence[Task], env: Env, after: After | None) -> None:
-        """Run task by task, and note for which of them the host waits."""
+    def _observe(self, tasks: Sequence[Task], env: Env, after: After | None, is_first: bool) -> None:
+        """Run task by task, and note for which of them the host waits; not the first time, when kernels are loaded and
+        chosen."""
         for task in tasks:
             run = partial(straight_line((task,), self.device, self.others), env, after)
-            if task.is_start or task.is_wait:
+            if is_first or task.is_start or task.is_wait:
                 run()
             elif self.graphs.awaits(run):
                 self._waiting.add(id(task))
@@ -205,8 +210,7 @@ class RecordedPasses:
             except RecordingFailed as failure:
                 _NOTES.warning("%d ops are launched one by one, without a CUDA graph: %s", block.num_tasks, failure)
         block.is_recorded = False
-        with torch.no_grad():
-            block.run(env, None)
+        block.run(env, None)
         self._own.difference_update(block.results)
 
     def _replay(self, recording: Recording, env: Env) -> None:
@@ -243,8 +247,7 @@ class RecordedPasses:
             for slot, source in sources.items():
                 env[slot] = _memory_for(source)
                 places[slot] = Place.of(env[slot])
-            with torch.no_grad():
-                block.run(env, None)
+            block.run(env, None)
 
         try:
             replay = self.graphs.record(run)
