@@ -78,9 +78,8 @@ class Variant:
     @property
     def outputs(self) -> dict[str, Spec]:
         """The model's outputs, by name."""
-        step = self.program.captured
-        pairs = zip(step.outputs, step.output_values, strict=True)
-        return {name: spec_of(node) for (kind, name), node in pairs if kind == "output"}
+        results = self.program.captured.results
+        return {name: spec_of(node) for (kind, name), node in results.items() if kind == "output"}
 
     def local_shape(self, item: Input) -> tuple[int, ...]:
         """The local shape of a batch tensor on the first device of this process."""
@@ -210,7 +209,7 @@ class Variants:
         shown = f"{shapes_text(batch.shapes)}, {self._modes_text(mode)}"
         first.session.world.choose(f"compiles program {self._num_compiled} ({shown})")
         if len(self.all) >= self.options.limit:
-            self._give_one_up(batch)
+            self._drop_variant(batch)
         _NOTES.warning(
             "compiles for a batch of shape %s%s (program %d of at most %d)",
             shapes_text(batch.shapes), f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1,
@@ -237,7 +236,7 @@ class Variants:
         variant.last_use = self._num_uses
         return variant
 
-    def _give_one_up(self, batch: Batch) -> None:
+    def _drop_variant(self, batch: Batch) -> None:
         """Drop the least recently used program, except the first, which owns the state; it is compiled again when its
         shape comes back."""
         oldest = min(self.all[1:], key=lambda v: v.last_use)

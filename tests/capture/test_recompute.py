@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import hugging_face
+from tests.state_meter import StateMeter
 from tests.training import batches, mse, sgd, train
 from torch import Tensor, fx, nn
 from typer.testing import CliRunner
@@ -25,7 +26,6 @@ from meshweave.cli import app
 from meshweave.errors import PlanError, VerifyError
 from meshweave.ir.graph import StepGraph, graph_text, op_name, origin_of
 from meshweave.passes import CapturedProgram, Recompute
-from meshweave.runtime.meter import StateMeter
 
 aten = torch.ops.aten
 POLICIES = ("pointwise", "selective", "full")

@@ -171,7 +171,7 @@ def test_parts_of_a_step() -> None:
     plain, ahead = pair(CASE)
     for _ in range(2):
         loss = ahead.forward(batch_of(CASE))
-        assert ahead.session.carries._made is None  # the step alone holds them, and lets them go one by one
+        assert ahead.session.carries._values is None  # the step alone holds them, and lets them go one by one
         ahead.backward()
         ahead.update()
         assert plain(batch_of(CASE)) == loss
@@ -182,10 +182,10 @@ def test_microbatches_share_what_is_carried() -> None:
     plain, ahead = pair(case)
     halves = [[x[:4] for x in batch_of(case)], [x[4:] for x in batch_of(case)]]
     ahead.forward(tuple(halves[0]))
-    assert ahead.session.carries._made is not None
+    assert ahead.session.carries._values is not None
     ahead.backward()
     ahead.forward(tuple(halves[1]))
-    assert ahead.session.carries._made is None
+    assert ahead.session.carries._values is None
     ahead.backward()
     ahead.update()
     plain(batch_of(case))
@@ -229,12 +229,12 @@ def test_a_step_that_fails_leaves_nothing_stale() -> None:
     for step in (plain, ahead):
         with pytest.raises(StepError, match="the loss of step"):
             step((torch.full_like(x, torch.inf), y))
-    assert ahead.session.carries._made is None
+    assert ahead.session.carries._values is None
     assert plain((x, y)) == ahead((x, y))
     for step in (plain, ahead):
         with pytest.raises(MeshweaveError, match="differs from the example"):
             step((x[:4], y))
-    assert ahead.session.carries._made is not None  # nothing had begun
+    assert ahead.session.carries._values is not None  # nothing had begun
     assert plain((x, y)) == ahead((x, y))
     assert_alike(plain, ahead)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.state_meter import StateMeter
 from tests.training import assert_equals_eager, assert_tensors, batches, mse, sgd, train_eagerly
 from torch import Tensor, fx, nn
 
@@ -21,7 +22,7 @@ from meshweave.errors import CheckpointError, LayoutError, MeshweaveError, PlanE
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.program import Program
-from meshweave.runtime.meter import StateMeter, classify
+from meshweave.runtime.kinds import classify
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.state import State
 from meshweave.runtime.world import LocalWorld

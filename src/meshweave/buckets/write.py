@@ -13,6 +13,7 @@ from torch import fx
 from meshweave.buckets.merged import Merged
 from meshweave.ir.collectives import WAIT
 from meshweave.ir.described import describe, without_data
+from meshweave.ir.graph import output_node
 from meshweave.ir.values import Value
 from meshweave.problem.problem import Order
 from meshweave.problem.read import Reading
@@ -44,7 +45,7 @@ class _BucketWriter:
     def run(self, order: Order) -> None:
         graph = self.reading.graph
         self.copied = frozenset(item.of for item in self.merged.items if item.kind == "unpack")
-        output = next(iter(reversed(graph.nodes)))
+        output = output_node(graph)
         for c in (c for bucket in self.merged.buckets for c in bucket):
             operand: Any = self.reading.nodes[c].args[0]
             self.operands[c] = self.reading.values[operand][0]

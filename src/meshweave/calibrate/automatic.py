@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshweave.calibrate.cases import Pool, matmul_case
-from meshweave.calibrate.links import LinkTimer, Place, lead_of, local_bytes_of
+from meshweave.calibrate.links import LinkTimer, MeasuredGroup, lead_of, local_bytes_of
 from meshweave.calibrate.measure import BRIEF, calibrate, peers_of
 from meshweave.calibrate.ops import Effort, time_ops, typical
 from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
@@ -163,7 +163,7 @@ def _measured(
 
 def _drifts(profile: MachineProfile, world: ClusterWorld, libraries: Libraries) -> dict[str, float]:
     """Measured times of a gather over all ranks and of a matmul, relative to the profile."""
-    place = Place("", world.mesh.num_devices, world.mesh, world.mesh.axis_names)
+    place = MeasuredGroup("", world.mesh.num_devices, world.mesh, world.mesh.axis_names)
     size = local_bytes_of("all_gather", place.size, _PROBE_BYTES)
     with world.guard():
         links = LinkTimer(world.mesh, world.rank, world.device, peers_of(world))

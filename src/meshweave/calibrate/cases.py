@@ -29,7 +29,7 @@ class Pool:
 
     device: torch.device
     num_bytes: int
-    _made: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    _tensors: dict[torch.dtype, Tensor] = field(default_factory=dict)
     _at: int = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -37,12 +37,12 @@ class Pool:
         size = 1
         for n in shape:
             size *= n
-        tensor = self._made.get(dtype)
+        tensor = self._tensors.get(dtype)
         if tensor is None:
             random = torch.Generator(self.device).manual_seed(0)
             count = self.num_bytes // (1 if dtype == torch.float32 else 2) // dtype.itemsize
             wide = torch.rand(min(count, _MIB), generator=random, dtype=torch.float32, device=self.device) + 0.5
-            tensor = self._made[dtype] = wide.to(dtype).repeat(-(-count // len(wide)))
+            tensor = self._tensors[dtype] = wide.to(dtype).repeat(-(-count // len(wide)))
         assert size <= len(tensor), "the pool is too small"
         start = self._at if self._at + size <= len(tensor) else 0
         self._at = start + -(-size // 64) * 64
@@ -177,7 +177,7 @@ def _scalar(pool: Pool, count: int) -> tuple[Any, ...]:
     return (pool.take((count,)), 1.5)
 
 
-def _one(pool: Pool, count: int) -> tuple[Any, ...]:
+def _single(pool: Pool, count: int) -> tuple[Any, ...]:
     return (pool.take((count,)),)
 
 
@@ -248,13 +248,13 @@ _MEMORY = (
     # An AdamW update, which most pointwise ops of a step belong to, has a square root per 9 cheap ops.
     _Row("pointwise", aten.mul.Tensor, 3, _two, weight=5.0),
     _Row("pointwise", aten.add.Tensor, 3, _two, weight=4.0),
-    _Row("pointwise, costly functions", aten.sqrt.default, 2, _one),
+    _Row("pointwise, costly functions", aten.sqrt.default, 2, _single),
     _Row("pointwise", aten.mul.Scalar, 2, _scalar, is_fitted=False),
-    _Row("pointwise, costly functions", aten.silu.default, 2, _one, is_fitted=False),
+    _Row("pointwise, costly functions", aten.silu.default, 2, _single, is_fitted=False),
     _Row("reduction", aten.sum.dim_IntList, 1, _summed, writes=False),
     _Row("reduction", aten.sum.dim_IntList, 1, _columns, writes=False),
     _Row("reduction", aten.amax.default, 1, _summed, writes=False, is_fitted=False),
-    _Row("copy", aten.clone.default, 2, _one, "copy"),
+    _Row("copy", aten.clone.default, 2, _single, "copy"),
     _Row("strided", aten.reshape.default, 2, _heads),
     _Row("strided", aten.cat.default, 2, _joined),
     _Row("gather", aten.embedding.default, 3, _looked_up),

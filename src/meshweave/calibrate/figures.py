@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from meshweave.calibrate.links import Contention, MeasuredLink, Place
+from meshweave.calibrate.links import Contention, MeasuredGroup, MeasuredLink
 from meshweave.calibrate.ops import Measured
 from meshweave.hardware.fitted import along
 from meshweave.hardware.load import parse_profile
@@ -57,7 +57,7 @@ class ErrorRow:
 
 
 def profile_text(
-    machine: MachineFacts, figures: Measurements, places: Sequence[Place]
+    machine: MachineFacts, figures: Measurements, places: Sequence[MeasuredGroup]
 ) -> tuple[str, tuple[ErrorRow, ...]]:
     """The profile's TOML file, and its errors, which are in it too."""
     text = _body(machine, figures)
@@ -71,7 +71,7 @@ def profile_text(
     return text + ("\n" + head + "\n".join(tables) if tables else ""), rows
 
 
-def error_rows(profile: MachineProfile, figures: Measurements, places: Sequence[Place]) -> tuple[ErrorRow, ...]:
+def error_rows(profile: MachineProfile, figures: Measurements, places: Sequence[MeasuredGroup]) -> tuple[ErrorRow, ...]:
     """Errors of the profile on held-out points, class by class."""
     errors: dict[str, list[float]] = {}
     for op in figures.ops:

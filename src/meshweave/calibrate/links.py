@@ -38,7 +38,7 @@ _LEAST_LED = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeasuredGroup:
     """A group to measure in: `mesh` flattened over `axes` has groups of `size` on links of `level`, all of which run at
     once."""
 
@@ -76,19 +76,19 @@ class Contention:
     seconds: float = 0.0
 
 
-def places(num_ranks: int, per_node: int) -> list[Place]:
+def places(num_ranks: int, per_node: int) -> list[MeasuredGroup]:
     """Groups of sizes that halve the node and the job: inside a node, and over nodes with a process of each. Ranks r *
     per_node to (r + 1) * per_node - 1 are on node r, as torchrun numbers them."""
     candidates = []
     size = per_node
     while size > 1:
         mesh = Mesh(outer=num_ranks // size, inner=size)
-        candidates.append(Place("node", size, mesh, ("inner",)))
+        candidates.append(MeasuredGroup("node", size, mesh, ("inner",)))
         size = size // 2 if size % 2 == 0 else 1
     size = num_ranks // per_node
     while size > 1:
         mesh = Mesh(outer=num_ranks // per_node // size, nodes=size, inner=per_node)
-        candidates.append(Place("net", size, mesh, ("nodes",)))
+        candidates.append(MeasuredGroup("net", size, mesh, ("nodes",)))
         size = size // 2 if size % 2 == 0 else 1
     return candidates
 
@@ -101,7 +101,7 @@ class LinkTimer:
         self.rank, self.device, self.peers = rank, device, peers
         self.communicator = ClusterCommunicator(mesh, rank, device.type == "cuda")
 
-    def start(self, place: Place, op: str, local_bytes: int) -> Callable[[], Any]:
+    def start(self, place: MeasuredGroup, op: str, local_bytes: int) -> Callable[[], Any]:
         """A function that begins `op` on an operand of about `local_bytes`, and returns the argument of `wait`."""
         if op not in _COLLECTIVES:
             return self._message(place, op, local_bytes)
@@ -112,7 +112,7 @@ class LinkTimer:
         args = arguments(rows, place.size)
         return lambda: self.communicator.collect(target, group, operand, args)
 
-    def _message(self, place: Place, op: str, local_bytes: int) -> Callable[[], Any]:
+    def _message(self, place: MeasuredGroup, op: str, local_bytes: int) -> Callable[[], Any]:
         """In each group, every member sends to the next (permute), or the first to the second (transfer)."""
         members = next(g for g in place.mesh.groups(place.axes) if self.rank in g)
         count = max(1, local_bytes // 4)
@@ -176,12 +176,16 @@ def local_bytes_of(op: str, size: int, received: int) -> int:
 
 
 def time_links(
-    links: LinkTimer, link_places: Sequence[Place], sizes: Sequence[int], held_out: Sequence[int], effort: Effort
+    links: LinkTimer,
+    link_places: Sequence[MeasuredGroup],
+    sizes: Sequence[int],
+    held_out: Sequence[int],
+    effort: Effort,
 ) -> list[MeasuredLink]:
     """Typical seconds of every op in every place where a device receives about so many bytes; sizes that would take too
     long are omitted. The slowest rank counts."""
     began = time.perf_counter()
-    cases: list[tuple[Place, str, int, bool, Callable[[], Any], int, int, int]] = []
+    cases: list[tuple[MeasuredGroup, str, int, bool, Callable[[], Any], int, int, int]] = []
     for place in link_places:
         for op in OPS:
             for received in sorted({*sizes, *held_out}):
@@ -217,7 +221,7 @@ def time_links(
 
 
 def contention(
-    links: LinkTimer, place: Place, compute: Callable[[], Any], effort: Effort, received: tuple[int, int]
+    links: LinkTimer, place: MeasuredGroup, compute: Callable[[], Any], effort: Effort, received: tuple[int, int]
 ) -> Contention:
     """What communications cost the compute beside them, from small and from large ones, of so many bytes received.
 
@@ -244,7 +248,7 @@ class _Lost(NamedTuple):
     host: float
 
 
-def _lost(links: LinkTimer, place: Place, compute: Callable[[], Any], effort: Effort, received: int) -> _Lost:
+def _lost(links: LinkTimer, place: MeasuredGroup, compute: Callable[[], Any], effort: Effort, received: int) -> _Lost:
     """Measured with several in flight at once. Compute alone and beside them take turns and are compared in pairs, as
     machines change their speed."""
     start = links.start(place, "all_gather", local_bytes_of("all_gather", place.size, received))

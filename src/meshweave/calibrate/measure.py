@@ -25,7 +25,7 @@ from meshweave.calibrate.cases import (
     tiny_cases,
 )
 from meshweave.calibrate.figures import ErrorRow, MachineFacts, Measurements, profile_text
-from meshweave.calibrate.links import LinkTimer, Place, contention, places, time_links
+from meshweave.calibrate.links import LinkTimer, MeasuredGroup, contention, places, time_links
 from meshweave.calibrate.ops import ALONE, Effort, OpCase, Peers, RepeatedOp, time_ops
 from meshweave.errors import MeshError
 from meshweave.ir.mesh import Mesh
@@ -156,7 +156,7 @@ class _Measurement:
         cases = _cases(plan, Pool(device, max(*plan.memory, _LEAST_POOL)), libraries)
         ops = time_ops(list(cases), device, plan.ops, peers)
         figures = Measurements(tuple(ops))
-        link_places: list[Place] = []
+        link_places: list[MeasuredGroup] = []
         if world is not None and num_ranks > 1:
             link_places = places(num_ranks, per_node)
             links = LinkTimer(world.mesh, world.rank, device, peers)

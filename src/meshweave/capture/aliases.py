@@ -36,9 +36,8 @@ def check_aliases(model: nn.Module, step: StepGraph) -> None:
 def _changed(step: StepGraph, named: Mapping[tuple[str, str], Tensor]) -> set[tuple[str, str]]:
     """The parameters that are trained or that forward changes, and the buffers whose final value differs from the
     initial value."""
-    inputs = dict(zip(step.placeholders, step.inputs, strict=True))
-    outputs = zip(step.outputs, step.output_values, strict=True)
-    changed = {key for key, value in outputs if key[0] in ("buffer", "param") and value not in inputs}
+    inputs = step.sources
+    changed = {key for key, value in step.results.items() if key[0] in ("buffer", "param") and value not in inputs}
     return changed | {key for key, tensor in named.items() if key[0] == "param" and tensor.requires_grad}
 
 

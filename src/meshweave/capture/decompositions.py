@@ -17,6 +17,7 @@ from torch import Tensor
 from meshweave.capture.embeddings import EMBEDDINGS
 from meshweave.capture.strided import as_strided
 from meshweave.interop.tracing import get_decompositions
+from meshweave.ir.graph import wide_dtype
 
 aten = torch.ops.aten
 
@@ -31,16 +32,11 @@ def _count(x: Tensor, dims: Sequence[int]) -> int:
     return prod(x.shape[d] for d in dims)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch's reductions accumulate and divide."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims, result = _dims(x, dim), dtype or x.dtype
-    if _wide(result) == result:
+    if wide_dtype(result) == result:
         return aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype) / _count(x, dims)
-    return (aten.sum.dim_IntList(x, dims, keepdim, dtype=_wide(result)) / _count(x, dims)).to(result)
+    return (aten.sum.dim_IntList(x, dims, keepdim, dtype=wide_dtype(result)) / _count(x, dims)).to(result)
 
 
 def _sum(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -55,7 +51,7 @@ def _var_mean(
     x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     dims, dtype = _dims(x, dim), x.dtype
-    count, x = _count(x, dims), x.to(_wide(dtype))
+    count, x = _count(x, dims), x.to(wide_dtype(dtype))
     wide = aten.sum.dim_IntList(x, dims, True) / count
     centred = x - wide
     var = aten.sum.dim_IntList(centred * centred, dims, keepdim) / max(
@@ -65,7 +61,7 @@ def _var_mean(
 
 
 def _std(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
-    return _var(x.to(_wide(x.dtype)), dim, correction=correction, keepdim=keepdim).sqrt().to(x.dtype)
+    return _var(x.to(wide_dtype(x.dtype)), dim, correction=correction, keepdim=keepdim).sqrt().to(x.dtype)
 
 
 def _var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
@@ -145,7 +141,7 @@ def _group_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like torch's decomposition, which depends on strides for CPU."""
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    wide = x.to(wide_dtype(x.dtype))
     var, mean = _var_mean(wide.reshape(batch, groups, channels // groups, inner), [2, 3], correction=0, keepdim=True)
     rstd = torch.rsqrt(var + eps)
     out = ((wide.reshape(batch, groups, channels // groups, inner) - mean) * rstd).reshape(x.shape)
@@ -177,7 +173,7 @@ def _scatter_value(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 def _std_mean(
     x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    var, mean = _var_mean(x.to(_wide(x.dtype)), dim, correction=correction, keepdim=keepdim)
+    var, mean = _var_mean(x.to(wide_dtype(x.dtype)), dim, correction=correction, keepdim=keepdim)
     return var.sqrt().to(x.dtype), mean.to(x.dtype)
 
 
@@ -245,92 +241,20 @@ def _max_unpool(x: Tensor, indices: Tensor, size: Sequence[int], spatial: int) -
     return aten.scatter.src(flat, len(planes), at, values).reshape(*planes, *size)
 
 
-_FROM_TORCH = [
-    aten._log_softmax,
-    aten._log_softmax_backward_data,
-    aten.nll_loss_forward,
-    aten.nll_loss_backward,
-    aten.nll_loss2d_forward,
-    aten.nll_loss2d_backward,
-    aten.mse_loss,
-    aten.mse_loss_backward,
-    aten.smooth_l1_loss,
-    aten.smooth_l1_loss_backward,
-    aten.huber_loss,
-    aten.huber_loss_backward,
-    aten.binary_cross_entropy,
-    aten.binary_cross_entropy_backward,
-    aten.binary_cross_entropy_with_logits,
-    aten.soft_margin_loss,
-    aten.soft_margin_loss_backward,
-    aten.native_dropout,
-    aten.native_dropout_backward,
-    aten.rrelu_with_noise_backward,
-    aten.native_group_norm_backward,
-    aten._fused_rms_norm,
-    aten._fused_rms_norm_backward,
-    aten.rsub,
-    aten.addcmul,
-    aten.addcdiv,
-    aten.hardswish_backward,
-    aten.hardsigmoid_backward,
-    aten.softplus_backward,
-    aten.elu_backward,
-    aten.glu,
-    aten.glu_backward,
-    aten.norm,
-    aten.linalg_vector_norm,
-    aten._adaptive_avg_pool2d,
-    aten.new_full,
-    aten.new_zeros,
-    aten.new_ones,
-    aten.diagonal_backward,
-    aten.unfold_backward,
-    aten.masked_fill,
-    aten.triu,
-    aten.tril,
-    aten.logsumexp,
-    aten.frobenius_norm,
-    aten.index_add,
-    aten.affine_grid_generator,
-    aten.grid_sampler_2d,
-    aten.select_scatter,
-    aten.eye,
-    aten.linspace,
-    aten.logspace,
-    aten.addmv,
-    aten.addr,
-    aten.aminmax,
-    aten.block_diag,
-    aten.diag_embed,
-    aten.dist,
-    aten.index_copy,
-    aten.index_fill,
-    aten.index_reduce,
-    aten.linalg_cross,
-    aten.nansum,
-    aten.renorm,
-    aten.rot90,
-    aten.take,
-    aten.trace,
-    aten.vdot,
-    aten._weight_norm_interface,
-    aten._unsafe_masked_index,
-    aten._unsafe_masked_index_put_accumulate,
-    aten.expand_copy,
-    aten.narrow_copy,
-    aten.permute_copy,
-    aten.split_with_sizes_copy,
-    aten.squeeze_copy,
-    aten.t_copy,
-    aten.transpose_copy,
-    aten.unbind_copy,
-    aten.view_copy,
-    aten.alias_copy,
-    aten.pixel_shuffle,
-    aten.pixel_unshuffle,
-    aten.channel_shuffle,
-]
+_FROM_TORCH = (  # names of ops whose decomposition is torch's
+    "_log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward nll_loss2d_forward "
+    "nll_loss2d_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss "
+    "huber_loss_backward binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits "
+    "soft_margin_loss soft_margin_loss_backward native_dropout native_dropout_backward rrelu_with_noise_backward "
+    "native_group_norm_backward _fused_rms_norm _fused_rms_norm_backward rsub addcmul addcdiv hardswish_backward "
+    "hardsigmoid_backward softplus_backward elu_backward glu glu_backward norm linalg_vector_norm "
+    "_adaptive_avg_pool2d new_full new_zeros new_ones diagonal_backward unfold_backward masked_fill triu tril "
+    "logsumexp frobenius_norm index_add affine_grid_generator grid_sampler_2d select_scatter eye linspace logspace "
+    "addmv addr aminmax block_diag diag_embed dist index_copy index_fill index_reduce linalg_cross nansum renorm "
+    "rot90 take trace vdot _weight_norm_interface _unsafe_masked_index _unsafe_masked_index_put_accumulate "
+    "expand_copy narrow_copy permute_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy "
+    "view_copy alias_copy pixel_shuffle pixel_unshuffle channel_shuffle"
+)
 
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.mean.dim: _mean,
@@ -380,5 +304,4 @@ _OWN: dict[Any, Callable[..., Any]] = {
 @cache
 def decomposition_table() -> dict[Any, Callable[..., Any]]:
     """Op overload -> its decomposition, for the tracer."""
-    known = [packet for packet in _FROM_TORCH if packet is not None]
-    return {**get_decompositions(known), **_OWN}
+    return {**get_decompositions([getattr(aten, name) for name in _FROM_TORCH.split()]), **_OWN}

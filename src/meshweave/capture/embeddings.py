@@ -92,8 +92,8 @@ def _embedding_bag_backward(
 
 def _embedding_renorm(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
     """Scale rows that `indices` name and whose norm is above `max_norm` down to it, each of them once."""
-    ones = torch.ones_like(indices, dtype=weight.dtype).unsqueeze(-1)
-    uses = aten.embedding_dense_backward.default(ones, indices, weight.shape[0], -1, False)
+    units = torch.ones_like(indices, dtype=weight.dtype).unsqueeze(-1)
+    uses = aten.embedding_dense_backward.default(units, indices, weight.shape[0], -1, False)
     norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
     scaled = weight * (max_norm / (norms + 1e-7))  # aten/src/ATen/native/Embedding.cpp
     return torch.where((uses > 0) & (norms > max_norm), scaled, weight)

@@ -25,6 +25,7 @@ from meshweave.errors import CaptureError
 from meshweave.interop import pytree
 from meshweave.interop.fake import FakeTensor
 from meshweave.ir import ops
+from meshweave.ir.graph import wide_dtype
 
 
 def _autocast(*values: Any) -> tuple[Any, ...]:
@@ -51,8 +52,8 @@ def _attention(
         query, key, value = _of_one_batch(query, key, value)
         if attn_mask is not None and attn_mask.dim() not in (2, 4):  # a mask for each head
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    one_op = query.dim() == 4 and dropout_p == 0.0 and (attn_mask is None or not attn_mask.requires_grad)
-    if one_op:
+    is_single_op = query.dim() == 4 and dropout_p == 0.0 and (attn_mask is None or not attn_mask.requires_grad)
+    if is_single_op:
         return ops.attention(query, key, value, attn_mask, is_causal, scale)[0]
     return _spelled_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
@@ -137,7 +138,7 @@ def _normalized(
     """`input` minus its mean over dims `over`, divided by its standard deviation over them; vectors are along dim 1. If
     each sample has its own statistics, the running statistics take their mean over samples."""
     wide = [-1 if d == 1 else 1 for d in range(input.dim())]
-    x = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+    x = input.to(wide_dtype(input.dtype))
     running_mean, running_var = running
     if training or running_mean is None or running_var is None:
         mean = x.mean(over, keepdim=True)
@@ -224,6 +225,7 @@ _LEAVES = frozenset(
 
 # Ways to read or change a tensor that no trace can see: the description, and what to do instead.
 _ARRAYS = (Tensor.numpy, Tensor.__array__)
+_DLPACK = (Tensor.__dlpack__, torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
     _SET_DATA: (
@@ -231,16 +233,10 @@ _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
         "compute a new tensor: x = x + (x.round() - x).detach() has the values of x.round() and the gradient of x",
     ),
     Tensor.data_ptr: ("reads the address of a tensor", "tell tensors apart by a name or a number of your own"),
-    Tensor.numpy: ("turns a tensor into a NumPy array", "compute with torch, or pass NumPy's result in the batch"),
-    Tensor.__array__: (
-        "turns a tensor into a NumPy array",
-        "compute with torch, or pass NumPy's result in the batch",
+    **dict.fromkeys(
+        _ARRAYS, ("turns a tensor into a NumPy array", "compute with torch, or pass NumPy's result in the batch")
     ),
-    Tensor.__dlpack__: ("passes a tensor by DLPack", "compute with torch only"),
-    torch.utils.dlpack.to_dlpack: (  # type: ignore[attr-defined]
-        "passes a tensor by DLPack",
-        "compute with torch only",
-    ),
+    **dict.fromkeys(_DLPACK, ("passes a tensor by DLPack", "compute with torch only")),
 }
 
 

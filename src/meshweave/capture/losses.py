@@ -15,6 +15,7 @@ from meshweave.capture.trace import user_line
 from meshweave.errors import CaptureError
 from meshweave.interop.fake import FakeTensor
 from meshweave.ir import ops
+from meshweave.ir.graph import wide_dtype
 
 
 def _reduced(loss: Tensor, reduction: str) -> Tensor:
@@ -75,7 +76,7 @@ def _ctc_loss(
             expected=f"[{log_probs.shape[1]}, longest]",
             hint="pass a row of targets for each sequence, padded to the longest: padding is not read",
         )
-    wide = log_probs.float() if log_probs.dtype in (torch.bfloat16, torch.float16) else log_probs
+    wide = log_probs.to(wide_dtype(log_probs.dtype))
     counts = _lengths(target_lengths, targets)
     loss = ops.ctc_loss(wide, targets, _lengths(input_lengths, targets), counts, blank, zero_infinity)[0]
     if zero_infinity:

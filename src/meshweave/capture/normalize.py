@@ -9,21 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, Origin, Spec, Specs, StepGraph, map_nodes, origin_of, spec_of
+from meshweave.interop.ops import aten_ops
+from meshweave.ir.graph import Input, Origin, Spec, Specs, StepGraph, map_nodes, origin_of, returned_values, spec_of
+from meshweave.ir.traits import IDENTITIES
 
 aten = torch.ops.aten
-
-_IDENTITIES = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh_copy.default,
-    aten.lift_fresh.default,
-    aten.lift.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.detach_copy.default,
-    aten.alias_copy.default,
-}
 
 WriteUpdate = Callable[["Normalizer", Sequence[fx.Node]], Mapping[tuple[str, str], fx.Node]]
 
@@ -70,7 +60,7 @@ class Normalizer:
                 self.origin = origin_of(node)
                 args, kwargs = map_nodes(node, lambda n: self.env[n])
                 self.env[node] = self.call(node.target, args, kwargs, node.meta["spec"])
-        values = [self.env[n] for n in next(iter(reversed(old.nodes))).args[0]]
+        values = [self.env[n] for n in returned_values(old)]
         results = dict(zip(outputs, values, strict=False))
         results |= update(self, values[len(outputs) :])
         kept = {kind: v for kind, v in results.items() if not self._is_unchanged(kind, v)}
@@ -99,7 +89,7 @@ class Normalizer:
         if target is operator.getitem:
             value, index = args
             return value[index] if isinstance(value, (tuple, list)) else self.emit(target, args, {}, specs)
-        if target in _IDENTITIES:
+        if target in IDENTITIES:
             return args[0]
         rewrite = _REWRITES.get(target)
         if rewrite is not None:
@@ -280,37 +270,24 @@ def _attention_backward(
     return r.emit(torch.ops.meshweave.attention_backward.default, args, {}, spec)
 
 
+_RESHAPES = aten_ops(
+    "view _unsafe_view reshape unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints view_copy unsqueeze_copy "
+    "squeeze_copy.dim _reshape_copy"
+)
+_ZEROS = aten_ops(  # memory without values becomes zeros
+    "zeros zeros_like new_zeros empty.memory_format empty_like empty_strided new_empty new_empty_strided"
+)
 _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.t.default: _matrix_transpose,
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,
-    aten.view.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten.unsqueeze.default: _reshape,
-    aten.squeeze.default: _reshape,
-    aten.squeeze.dim: _reshape,
-    aten.squeeze.dims: _reshape,
-    aten.flatten.using_ints: _reshape,
-    aten.view_copy.default: _reshape,
-    aten.unsqueeze_copy.default: _reshape,
-    aten.squeeze_copy.dim: _reshape,
-    aten._reshape_copy.default: _reshape,
+    **dict.fromkeys(_RESHAPES, _reshape),
     aten.copy.default: _copy,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.cat.default: _cat,
-    aten.zeros.default: _full(0),
-    aten.ones.default: _full(1),
-    aten.zeros_like.default: _full(0),
-    aten.ones_like.default: _full(1),
-    aten.empty.memory_format: _full(0),
-    aten.empty_like.default: _full(0),
-    aten.empty_strided.default: _full(0),
-    aten.new_empty.default: _full(0),
-    aten.new_empty_strided.default: _full(0),
-    aten.new_zeros.default: _full(0),
-    aten.new_ones.default: _full(1),
+    **dict.fromkeys(_ZEROS, _full(0)),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), _full(1)),
     aten.new_full.default: _full_of(2),
     aten.full_like.default: _full_of(1),
     aten.full.default: _full_of(1),
@@ -326,7 +303,7 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
 
 def _drop_unused_constants(step: StepGraph) -> StepGraph:
     kept = []
-    for node, item in zip(step.placeholders, step.inputs, strict=True):
+    for node, item in step.sources.items():
         if item.kind == "constant" and not node.users:
             step.graph.erase_node(node)
             continue

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, fx
 
 from meshweave.capture.optimizer_arithmetic import SUMS, base_of, in_place, scaled
-from meshweave.capture.optimizer_record import Decision, Key, Num, OptimizerCall, OptimizerRecord, Ref
+from meshweave.capture.optimizer_record import Key, Num, OptimizerCall, OptimizerRecord, Ref, TakenBranch
 from meshweave.capture.tracer import GraphTracer
 from meshweave.interop import pytree
 from meshweave.interop.fake import FakeTensorMode
-from meshweave.ir.graph import Spec, Specs, map_nodes
-from meshweave.ir.traits import CASTS, is_pointwise
+from meshweave.ir.graph import Spec, Specs, map_nodes, returned_values
+from meshweave.ir.traits import CASTS, IDENTITIES, is_pointwise
 
 aten = torch.ops.aten
 
-_IDENTITIES = {aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 _COPIES = {aten.copy.default, *CASTS}  # elementwise, too
 
 
@@ -167,7 +166,7 @@ def replay(record: OptimizerRecord, inputs: Mapping[Key, Tensor], numbers: Seque
         return [value(y) for y in x] if isinstance(x, tuple) else x
 
     for call in record.calls:
-        if isinstance(call, Decision):
+        if isinstance(call, TakenBranch):
             results["condition", len(results), ""] = env[call.condition.index].clone()
             continue
         out = _called(call, [value(x) for x in call.args], {k: value(x) for k, x in call.kwargs})
@@ -192,14 +191,14 @@ def _import(values: Values, graph: fx.Graph, inputs: Sequence[UpdateValue]) -> l
             env[node] = next(left)
         elif node.op == "call_function":
             args, kwargs = map_nodes(node, lambda n: env[n])
-            if node.target in _IDENTITIES:
+            if node.target in IDENTITIES:
                 env[node] = args[0]
             elif node.target is operator.getitem and isinstance(args[0], (list, tuple)):
                 env[node] = args[0][args[1]]
             else:
                 options = tuple((k, v) for k, v in kwargs.items() if k not in ("device", "pin_memory", "memory_format"))
                 env[node] = values.op(node.target, tuple(args), options, node.meta["spec"])
-    return [env[n] for n in next(iter(reversed(graph.nodes))).args[0]]
+    return [env[n] for n in returned_values(graph)]
 
 
 def merged_paths(values: Values, paths: Mapping[tuple[bool, ...], Outputs]) -> Outputs:

@@ -51,7 +51,7 @@ class OptimizerCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class TakenBranch:
     """A branch of the code on a tensor: which branch this record took."""
 
     condition: Ref
@@ -67,14 +67,14 @@ class OptimizerRecord:
     `reads_shape`: whether the code read a shape, so that its numbers may depend on it."""
 
     inputs: dict[Key, int] = field(default_factory=dict)
-    calls: list[OptimizerCall | Decision] = field(default_factory=list)
+    calls: list[OptimizerCall | TakenBranch] = field(default_factory=list)
     numbers: list[float] = field(default_factory=list)
     outputs: dict[Key, int] = field(default_factory=dict)
     reads_shape: bool = False
 
     @property
     def outcomes(self) -> tuple[bool, ...]:
-        return tuple(call.outcome for call in self.calls if isinstance(call, Decision))
+        return tuple(call.outcome for call in self.calls if isinstance(call, TakenBranch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def prepared(record: OptimizerRecord) -> Prepared:
     labels: dict[int, Key] = {index: key for key, index in record.inputs.items()}
     fills: dict[Key, complex] = {}
     created = {i: key for key, i in record.outputs.items() if key[0] == "state" and key not in record.inputs}
-    calls: list[OptimizerCall | Decision] = []
+    calls: list[OptimizerCall | TakenBranch] = []
     for call in record.calls:
         (first,) = call.results[:1] if isinstance(call, OptimizerCall) and call.results else (None,)
         if first is not None and first.index in created and call.func.overloadpacket in FILLS:  # type: ignore[union-attr]
@@ -140,10 +140,10 @@ def _renumbered(record: OptimizerRecord, labels: Mapping[int, Key], fills: dict[
             return Num(len(numbers) - 1)
         return tuple(renamed(y) for y in x) if isinstance(x, tuple) else x
 
-    calls: list[OptimizerCall | Decision] = []
+    calls: list[OptimizerCall | TakenBranch] = []
     for call in record.calls:
-        if isinstance(call, Decision):
-            calls.append(Decision(renamed(call.condition), call.outcome))
+        if isinstance(call, TakenBranch):
+            calls.append(TakenBranch(renamed(call.condition), call.outcome))
             continue
         args, kwargs = renamed(call.args), tuple((k, renamed(v)) for k, v in call.kwargs)
         calls.append(OptimizerCall(call.func, args, kwargs, renamed(call.results), call.dtypes))

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshweave.capture.optimizer_arithmetic import ARITHMETIC, base_of
 from meshweave.capture.optimizer_numbers import DataNumber, of_data, untraceable
-from meshweave.capture.optimizer_record import FILLS, Decision, Num, OptimizerCall, OptimizerRecord, Ref
+from meshweave.capture.optimizer_record import FILLS, Num, OptimizerCall, OptimizerRecord, Ref, TakenBranch
 from meshweave.errors import CaptureError
 from meshweave.interop import pytree
 from meshweave.interop.fake import DispatchMode
@@ -75,7 +75,7 @@ class OptimizerRecorder(DispatchMode):
         self._refs: dict[int, int] = {}  # id of a tensor -> its number
         self._alive: list[Tensor] = []  # keeps ids unique
         self._results: list[Any] = []  # of each call
-        self._held: list[Tensor] = []
+        self._kept_results: list[Tensor] = []
 
     def know(self, tensor: Tensor) -> int:
         """The number of a tensor, a new number for a new tensor."""
@@ -96,7 +96,7 @@ class OptimizerRecorder(DispatchMode):
     def decide(self, condition: Tensor) -> bool:
         turn = len(self.record.outcomes)
         outcome = self.decisions[turn] if turn < len(self.decisions) else False
-        self._enter(Decision(Ref(self._refs[id(condition)]), outcome), None)
+        self._enter(TakenBranch(Ref(self._refs[id(condition)]), outcome), None)
         return outcome
 
     def _repeats(self, func: Any, args: Any, kwargs: Any) -> OptimizerCall | None:
@@ -106,7 +106,7 @@ class OptimizerRecorder(DispatchMode):
         same = isinstance(call, OptimizerCall) and (call.func, call.args, call.kwargs) == (func, args, kwargs)
         return call if same else None  # type: ignore[return-value]
 
-    def _enter(self, call: OptimizerCall | Decision, result: Any) -> None:
+    def _enter(self, call: OptimizerCall | TakenBranch, result: Any) -> None:
         at = len(self.record.calls)
         if self.before is not None and (at >= len(self.before.record.calls) or self.before.record.calls[at] != call):
             self.before = None
@@ -127,7 +127,7 @@ class OptimizerRecorder(DispatchMode):
         if func is aten.detach.default:
             result = func(args[0])
             self._refs[id(result)] = self._refs[id(args[0])]
-            self._held.append(result)
+            self._kept_results.append(result)
             return result
         if is_random(func):
             raise untraceable(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshweave.capture.optimizer_several import name_of
-from meshweave.capture.rest import Form, Written, difference, form_of
+from meshweave.capture.rest import Form, TensorVersion, difference, form_of
 from meshweave.capture.variables import ATOMS
 from meshweave.errors import CaptureError
 
@@ -64,7 +64,8 @@ class SharedValues:
             return repr(value)
         # the values of parameters are not the container's
         return tuple(
-            (at, "" if isinstance(x, Written) and id(x.tensor) in self._stand_ins else x) for at, x in form_of(value)
+            (at, "" if isinstance(x, TensorVersion) and id(x.tensor) in self._stand_ins else x)
+            for at, x in form_of(value)
         )
 
     def _marks_outside(self) -> dict[str, str]:

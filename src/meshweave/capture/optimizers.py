@@ -29,7 +29,7 @@ from meshweave.capture.optimizer_graph import (
     run_op,
     values_of,
 )
-from meshweave.capture.optimizer_record import Decision, Key, Num, OptimizerRecord, Prepared
+from meshweave.capture.optimizer_record import Key, Num, OptimizerRecord, Prepared, TakenBranch
 from meshweave.capture.optimizer_several import name_of, parts_of
 from meshweave.capture.optimizer_shared import Place, merged
 from meshweave.capture.optimizer_stand_ins import Kept, StandIns, check_callable
@@ -264,7 +264,7 @@ def _numbers_of(values: Values, variant: int, record: OptimizerRecord) -> Any:
     paths: dict[int, tuple[bool, ...]] = {}
     outcomes: tuple[bool, ...] = ()
     for call in record.calls:
-        if isinstance(call, Decision):
+        if isinstance(call, TakenBranch):
             outcomes = (*outcomes, call.outcome)
             continue
         used = pytree.tree_leaves((call.args, [v for _, v in call.kwargs]))

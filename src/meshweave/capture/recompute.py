@@ -101,7 +101,7 @@ def parameter_forms(step: StepGraph) -> dict[fx.Node, tuple[str, tuple[int, ...]
     """Parameters, their casts and their views -> the name, and for each dim the parameter's dim (-1: not a single
     dim)."""
     forms: dict[fx.Node, tuple[str, tuple[int, ...]]] = {}
-    for node, item in zip(step.placeholders, step.inputs, strict=True):
+    for node, item in step.sources.items():
         if item.kind == "param":
             forms[node] = item.name, tuple(range(len(item.spec.shape)))
     for node in filter(is_ahead, step.graph.nodes):

@@ -105,7 +105,7 @@ def _check_ends(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx.
         raise VerifyError("recomputation: the step has other inputs or outputs")
     if [twins[n] for n in after.placeholders] != before.placeholders:
         raise VerifyError("recomputation: the inputs are in another order")
-    for (kind, name), value in zip(after.outputs, after.output_values, strict=True):
+    for (kind, name), value in after.results.items():
         if _is_again(value, twins):
             raise _wrong(value, f"is the output {kind} {name}, and recomputed")
 
@@ -118,9 +118,9 @@ def _check_order(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx
         if place[twins[first]] >= place[twins[second]]:
             raise _wrong(second, f"stands after {first.name}")
     for node in kept:
-        made_again = [n for n in node.all_input_nodes if is_ahead(node) and _is_again(n, twins)]
-        if made_again:
-            raise _wrong(node, f"is in the forward pass and reads {made_again[0].name}")
+        repeated = [n for n in node.all_input_nodes if is_ahead(node) and _is_again(n, twins)]
+        if repeated:
+            raise _wrong(node, f"is in the forward pass and reads {repeated[0].name}")
     for node in (n for n in after.graph.nodes if n.op == "call_function" and not n.users):
         raise _wrong(node, "has no use")
 
@@ -142,7 +142,7 @@ def kept_bytes(step: StepGraph) -> int:
     """Bytes of global shapes that ops of forward and loss save for the backward pass; see RecomputeReport."""
     forms = parameter_forms(step)
     roots = {_root(n) for n in step.graph.nodes if is_ahead(n) and n not in forms and any(map(is_back, n.users))}
-    return sum(spec_of(n).num_bytes for n in roots if is_ahead(n) and not _is_made_of_nothing(n))
+    return sum(spec_of(n).num_bytes for n in roots if is_ahead(n) and not _is_constant(n))
 
 
 def _root(node: fx.Node) -> fx.Node:
@@ -152,5 +152,5 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_made_of_nothing(node: fx.Node) -> bool:
+def _is_constant(node: fx.Node) -> bool:
     return not node.all_input_nodes

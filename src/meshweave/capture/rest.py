@@ -33,26 +33,26 @@ def form_of(value: Any, name: str = "") -> Form:
 
 def _leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return Written(value)
+        return TensorVersion(value)
     if type(value).__module__ == "numpy" and hasattr(value, "shape"):
         return type(value), value.shape, str(value.dtype), None if value.shape else value.item()
     return type(value) if is_walked(value) else value
 
 
-class Written:
+class TensorVersion:
     """A tensor at its present version: it differs after the next write."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, version_of(tensor)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Written) and self.tensor is other.tensor and self.version == other.version
+        return isinstance(other, TensorVersion) and self.tensor is other.tensor and self.version == other.version
 
     __hash__ = object.__hash__
 
 
 def tensors_in(form: Form) -> list[Tensor]:
-    return [leaf.tensor for _, leaf in form if isinstance(leaf, Written)]
+    return [leaf.tensor for _, leaf in form if isinstance(leaf, TensorVersion)]
 
 
 def alike(before: Mapping[str, Form], now: Mapping[str, Form]) -> bool:
@@ -69,6 +69,6 @@ def difference(before: Form, now: Form) -> str | None:
 
 
 def _text(leaf: Any) -> str:
-    if isinstance(leaf, Written):
+    if isinstance(leaf, TensorVersion):
         return shown(leaf.tensor)
     return f"a {leaf.__qualname__}" if isinstance(leaf, type) else shown(leaf)

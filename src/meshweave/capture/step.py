@@ -262,8 +262,8 @@ class _StepRun:
         kept = [n for n in self.leaves if options.accumulate > 1 or n not in trained | self.frozen]
         kept_storages = (storage for n in kept for storage in (self.storages[n], storage_of(self.leaves[n])))
         names = " and ".join(f"'{name}'" for name in self.shared)
-        one_memory = f"{names} of the batch share memory: clone() the entry that is written"
-        shared = {storage_of(self.values.batch[name]): one_memory for name in self.shared}
+        sharing = f"{names} of the batch share memory: clone() the entry that is written"
+        shared = {storage_of(self.values.batch[name]): sharing for name in self.shared}
         frozen = {self.storages[n]: _FROZEN_AND_ACCUMULATED for n in self.frozen if options.accumulate > 1}
         tracker.record.protected = {**dict.fromkeys(kept_storages, REGISTER), **frozen, **shared}
         known = (*source.model.named_parameters(), *source.model.named_buffers())

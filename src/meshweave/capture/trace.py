@@ -193,7 +193,9 @@ def _is_silent_random(func: Any, args: Any) -> bool:
     return "attention" in str(func)
 
 
-_MADE_LIKE = frozenset({aten.new_zeros.default, aten.new_full.default, aten.new_empty.default, aten.new_ones.default})
+_FACTORIES_LIKE = frozenset(
+    {aten.new_zeros.default, aten.new_full.default, aten.new_empty.default, aten.new_ones.default}
+)
 # Uninitialised memory is zeros in capture, as in the graph: two runs are compared by their constants.
 _UNINITIALIZED = frozenset(
     {
@@ -260,7 +262,7 @@ class Provenance(GlobalRandom):
             versions.insert(0, decomposition_table().get(func, func))
         # What is made like data is often filled with data, piece by piece: numbers are fake from the start. Masks and
         # positions stay real, so that control flow on them is decided.
-        like: Any = args[0] if func in _MADE_LIKE else None
+        like: Any = args[0] if func in _FACTORIES_LIKE else None
         is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
         is_fake = is_like_data or self.record.call in self.overwritten
         with self.step.fake_mode if is_fake else nullcontext():  # type: ignore[attr-defined]

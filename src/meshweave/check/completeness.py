@@ -23,7 +23,7 @@ from meshweave.errors import VerifyError
 from meshweave.gathers.carry import uncarried
 from meshweave.ir import ops
 from meshweave.ir.collectives import STARTS, transfer
-from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
+from meshweave.ir.graph import StepGraph, op_name, origin_of, output_node, spec_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.sparse import sparse_scatter
 
@@ -134,17 +134,17 @@ class _Uses:
 
     def __init__(self) -> None:
         self._counts: dict[Any, int] = {}
-        self._found: dict[Any, tuple[bool, RoleReplay, fx.Node]] = {}
+        self._communications: dict[Any, tuple[bool, RoleReplay, fx.Node]] = {}
 
     def add(self, role: RoleReplay, node: fx.Node, root: fx.Node) -> None:
         call = (_call_of(node), root)
         number = self._counts.get((role.devices, call), 0)
         self._counts[role.devices, call] = number + 1
-        used = any(wait.users for wait in node.users) or self._found.get((call, number), (False,))[0]
-        self._found[call, number] = (used, role, node)
+        used = any(wait.users for wait in node.users) or self._communications.get((call, number), (False,))[0]
+        self._communications[call, number] = (used, role, node)
 
     def check(self) -> None:
-        for used, role, node in self._found.values():
+        for used, role, node in self._communications.values():
             if not used:
                 raise role.at_node(node, VerifyError("nothing uses the result of a communication"))
 
@@ -236,7 +236,7 @@ def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.N
         if (value is not None) != plan.source.mesh.covers(role.devices):
             raise VerifyError(f"{role} pass {'a piece' if value is not None else 'nothing'}", expected=str(plan))
         if value is not None:
-            role.held_as(_owing(value, pending_of(plan.source)[1]), plan.source)
+            role.proven_in(_owing(value, pending_of(plan.source)[1]), plan.source)
     owed = {v.holding.owed for v in values if v is not None}
     if len(owed) > 1:
         raise VerifyError("roles pass averages that are scaled in different ways", got=str(sorted(owed)))
@@ -244,8 +244,8 @@ def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.N
     if spec_of(root) != plan.spec:
         raise VerifyError("the transfer has another shape", got=str(plan.spec), expected=str(spec_of(root)))
     known.once(("messages", plan), lambda: check_messages(plan))
-    made_of = [r.in_layout(root, plan.target) if plan.target.mesh.covers(r.devices) else None for r in roles]
-    return [None if v is None else _owing(v, min(owed)) for v in made_of]
+    by_role = [r.in_layout(root, plan.target) if plan.target.mesh.covers(r.devices) else None for r in roles]
+    return [None if v is None else _owing(v, min(owed)) for v in by_role]
 
 
 def _owing(value: ReplayedValue, owed: float) -> ReplayedValue:
@@ -291,9 +291,8 @@ def _check_devices(known: Known, roles: Sequence[RoleReplay]) -> None:
 
 
 def _check_inputs(known: Known, role: RoleReplay) -> None:
-    sources = {(i.kind, i.name): n for n, i in zip(known.placed.placeholders, known.placed.inputs, strict=True)}
-    local = [n for n in role.rank.graph.nodes if n.op == "placeholder"]
-    for node, item, layout in zip(local, role.rank.inputs, role.rank.layouts, strict=True):
+    sources = {(i.kind, i.name): n for n, i in known.placed.sources.items()}
+    for node, item, layout in zip(role.rank.placeholders, role.rank.inputs, role.rank.layouts, strict=True):
         source, mark = sources.get((item.kind, item.name)), known.meaning(node)
         if source is None or mark is None or known.roots[mark] is not source or source.meta["layout"] != layout:
             raise VerifyError(
@@ -308,11 +307,10 @@ def _check_carries(known: Known, role: RankGraph) -> None:
     """Check that carried values have the layout of the placed graph."""
     if role.prologue is None:
         return
-    end = next(iter(reversed(role.prologue.graph.nodes)))
-    values = dict(zip(role.prologue.outputs, end.args[0], strict=True))  # type: ignore[arg-type]
+    values = role.prologue.results
     for item, layout in zip(role.inputs, role.layouts, strict=True):
         node = values.get((item.kind, item.name))
-        mark = None if node is None else known.meaning(node)  # type: ignore[arg-type]
+        mark = None if node is None else known.meaning(node)
         if mark is not None and (mark.meta["layout"], spec_of(mark)) != (layout, item.spec):
             raise VerifyError(
                 f"input {item.kind} {item.name} differs from the placed graph's value",
@@ -324,22 +322,21 @@ def _check_carries(known: Known, role: RankGraph) -> None:
 def _check_outputs(known: Known, role: RoleReplay) -> None:
     """Every output of the role's meshes, in its layout; lasting values in the layout in which the next step takes
     them."""
-    values = dict(zip(known.placed.outputs, known.placed.output_values, strict=True))
+    values = known.placed.results
     mine = [key for key, value in values.items() if value.meta["layout"].mesh.covers(role.devices)]
     if list(role.rank.outputs) != mine:
         raise VerifyError("returns other outputs", where=str(role), got=str(role.rank.outputs), expected=str(mine))
     stored = {(i.kind, i.name): a for i, a in zip(role.rank.inputs, role.rank.layouts, strict=True)}
-    end = next(iter(reversed(role.rank.graph.nodes)))
-    for key, layout, local in zip(mine, role.rank.output_layouts, end.args[0], strict=True):  # type: ignore[arg-type]
+    for key, layout, local in zip(mine, role.rank.output_layouts, role.rank.output_values, strict=True):
         try:
-            value = role.operand(local, values[key])  # type: ignore[arg-type]
+            value = role.operand(local, values[key])
         except VerifyError as error:
-            raise role.at_node(end, error) from error
+            raise role.at_node(output_node(role.rank.graph), error) from error
         if value.layout != layout or layout != stored.get(key, layout):
             lasts = f", and {stored[key]} for the next step" if key in stored else ""
             raise VerifyError(
                 f"output {' '.join(key).strip()} is in another layout",
-                where=f"{origin_of(local)}, {role}",  # type: ignore[arg-type]
+                where=f"{origin_of(local)}, {role}",
                 got=str(value.layout),
                 expected=f"{layout}{lasts}",
             )

@@ -197,8 +197,8 @@ def describe(holding: Holding, i: int) -> str:
     padding = int(row.extent[0].prod() - np.where(there, row.size[0].prod(-1), 0).sum())
     shown = [_box(o, s) for o, s in zip(row.origin[0][there], row.size[0][there], strict=True)]
     more = f" and {len(shown) - 3} more boxes" if len(shown) > 3 else ""
-    held_text = ", ".join(shown[:3]) + more if shown else "nothing"
-    return f"{held_text} in an array of {row.extent[0].tolist()}" + (f", {padding} of it padding" if padding else "")
+    present = ", ".join(shown[:3]) + more if shown else "nothing"
+    return f"{present} in an array of {row.extent[0].tolist()}" + (f", {padding} of it padding" if padding else "")
 
 
 def _box(offset: Ints, size: Ints) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshweave.check.runs import Compiler, Eager, Exact, RunRecord, Training, Updates, shaken
 from meshweave.errors import MeshweaveError
+from meshweave.interop.process_groups import is_in_job
 from meshweave.ir.mesh import Mesh
 
 # AdamW divides a gradient by its own magnitude, so that the rounding of a tiny gradient moves a parameter by up to the
@@ -348,7 +349,7 @@ def _excused(error: TensorError, got: Tensor, want: Tensor, rounding: _Rounding)
 
 def _worst_of_all_ranks(errors: list[TensorError]) -> list[TensorError]:
     """For each tensor the worst error on any rank: all ranks return the same verdict."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_in_job():
         return errors
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, errors)

@@ -172,7 +172,7 @@ class RoleReplay:
                 expected="all rows" if rows_given is None else f"those of {self.known.roots[rows_given].name}",
             )
 
-    def held_as(self, value: ReplayedValue, layout: Layout) -> ReplayedValue:
+    def proven_in(self, value: ReplayedValue, layout: Layout) -> ReplayedValue:
         """The value, proven to be in `layout`."""
         if value.layout == layout:
             return value
@@ -191,7 +191,7 @@ class RoleReplay:
             )
         self.at_hand(value, wanted)
         try:
-            return self.held_as(value, wanted.meta["layout"])
+            return self.proven_in(value, wanted.meta["layout"])
         except VerifyError as error:
             if value.layout is not None:
                 return value  # in another layout: the rule decides whether the op accepts it
@@ -232,7 +232,7 @@ class RoleReplay:
         if is_sparse(mark) and sparse_source(mark) is None:
             state = self.summed(state, mark)
         self.at_hand(state, mark)
-        return self.held_as(state, mark.meta["layout"])
+        return self.proven_in(state, mark.meta["layout"])
 
     def summed(self, value: ReplayedValue, mark: fx.Node) -> ReplayedValue:
         """The value of a sparse sum, which has all rows if those of other devices were zeros."""

@@ -87,8 +87,8 @@ def _train(
     with _interruptible(step) as check_interrupt:
         try:
             for i in range(step.num_steps, steps):
-                run_one = last if last is not None and i + 1 == steps else step
-                losses.append(float(run_one(source.make_batch(i))))
+                run_step = last if last is not None and i + 1 == steps else step
+                losses.append(float(run_step(source.make_batch(i))))
                 began = time.perf_counter() if len(losses) == 1 else began
                 if len(losses) == 1 or (i + 1) % shown_every == 0 or i + 1 == steps:
                     screen.say(_progress_line(i + 1, steps, losses, source, time.perf_counter() - began))

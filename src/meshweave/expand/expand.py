@@ -53,8 +53,7 @@ class _Expander:
             self._node(node)
         self.emit.origin = Origin("update")
         self._finish_sends()
-        outputs = list(zip(step.outputs, step.output_values, strict=True))
-        present = [(name, value) for name, value in outputs if self._has(value.meta["layout"])]
+        present = [(name, value) for name, value in step.results.items() if self._has(value.meta["layout"])]
         self.emit.graph.output([self._value(value) for _, value in present])
         inputs = self._inputs()
         return RankGraph(
@@ -92,7 +91,7 @@ class _Expander:
     def _inputs(self) -> list[tuple[Input, Layout]]:
         """The inputs of this role. Batch entries that only other roles use are not among them."""
         nodes = []
-        for node, item in zip(self.program.step.placeholders, self.program.step.inputs, strict=True):
+        for node, item in self.program.step.sources.items():
             local = self.values.get(node)
             if local is None:
                 continue
@@ -112,8 +111,8 @@ class _Expander:
     def _due(self) -> dict[int, list[fx.Node]]:
         """Outputs by the part of the step before which they are waited for: the loss, which is read after forward, and
         inputs of the next microbatch. Gradients are waited for where the update uses them."""
-        pairs = zip(self.program.step.outputs, self.program.step.output_values, strict=True)
-        present = [(kind, value) for (kind, _), value in pairs if self._has(value.meta["layout"])]
+        results = self.program.step.results
+        present = [(kind, value) for (kind, _), value in results.items() if self._has(value.meta["layout"])]
         late = ("buffer", "acc")
         losses, lasting = [v for k, v in present if k in ("loss", "output")], [v for k, v in present if k in late]
         return {PARTS["backward"]: losses, PARTS["update"]: lasting}
@@ -162,7 +161,7 @@ class _Expander:
         ends = (source.meta["layout"], *(step.target for step in steps))
         if not any(self._has(layout) for layout in ends):
             return
-        finish = self._held(source) if self._has(ends[0]) else None
+        finish = self._available(source) if self._has(ends[0]) else None
         if len(node.args) > 2:
             self._dispatch(node, steps[0])
             return
@@ -180,7 +179,7 @@ class _Expander:
         local = self._value(source), self._value(readers)  # type: ignore[arg-type]
         self.pending[node] = dispatch(self.emit, local[0], step, local[1], share)  # type: ignore[arg-type]
 
-    def _held(self, node: fx.Node) -> Finish:
+    def _available(self, node: fx.Node) -> Finish:
         local = self._value(node)
         return lambda: local
 

@@ -17,9 +17,9 @@ from torch import fx
 from meshweave.errors import VerifyError
 from meshweave.gathers.prefetch import block_of
 from meshweave.ir.collectives import COLLECTIVES, STARTS, WAIT
-from meshweave.ir.graph import Input, StepGraph, copied_graph, map_nodes, op_name, origin_of, spec_of
+from meshweave.ir.graph import Input, StepGraph, copied_graph, map_nodes, op_name, origin_of, output_node, spec_of
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import SYMBOLS, RankGraph, copied
+from meshweave.ir.rank import SYMBOLS, RankGraph, copied, operands_of
 
 CARRY, _PARAM = "carry", "param"
 
@@ -53,10 +53,10 @@ def carriable(role: RankGraph, placed: StepGraph) -> tuple[GatheredBlock, ...]:
     collectives among the devices of the role. `placed` is the graph that the role was expanded from.
     """
     meant = {n.name: n for n in placed.graph.nodes}
-    returned = _returned(role)
+    returned = role.results
     order = {node: i for i, node in enumerate(role.graph.nodes)}
     positioned: list[tuple[int, Gathered]] = []
-    for source, item in zip(_placeholders(role), role.inputs, strict=True):
+    for source, item in role.sources.items():
         new = returned.get((_PARAM, item.name))
         if item.kind != _PARAM or new is None or new.op != "call_function":
             continue
@@ -92,7 +92,7 @@ def _chains(role: RankGraph, source: fx.Node) -> Iterator[tuple[fx.Node, ...]]:
 
 def _is_link(role: RankGraph, node: fx.Node) -> bool:
     """Whether a node of forward has a single tensor operand and result, within the role."""
-    if node.op != "call_function" or origin_of(node).phase != "forward" or len(_operands(node)) != 1:
+    if node.op != "call_function" or origin_of(node).phase != "forward" or len(operands_of(node)) != 1:
         return False
     if node.target not in STARTS:
         return not isinstance(node.meta.get("spec"), tuple)
@@ -111,15 +111,15 @@ def carried(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
         return role
     copies: dict[fx.Node, fx.Node] = {}
     graph = copied_graph(role.graph, copies)
-    end = copies[_end(role.graph)]
+    end = copies[output_node(role.graph)]
     carrying = replace(role, graph=graph, prologue=_prologue(role, gathered))
-    new = _returned(carrying)
-    last = _placeholders(carrying)[-1]
+    new = carrying.results
+    last = carrying.placeholders[-1]
     values = []
     for value in gathered:
         chain = tuple(copies[n] for n in value.chain)
         with graph.inserting_after(last):
-            last = graph.placeholder(f"carry_{_operands(chain[0])[0].name}")
+            last = graph.placeholder(f"carry_{operands_of(chain[0])[0].name}")
         last.meta.update({key: x for key, x in chain[-1].meta.items() if key in ("spec", "origin")})
         values.append(_behind(graph, chain, new[_PARAM, value.item.name], end))
         chain[-1].replace_all_uses_with(last)
@@ -138,7 +138,7 @@ def _prologue(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
     names = {value.item.name for value in gathered}
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     parameters = []
-    for source, item, layout in zip(_placeholders(role), role.inputs, role.layouts, strict=True):
+    for source, item, layout in zip(role.placeholders, role.inputs, role.layouts, strict=True):
         if item.kind == _PARAM and item.name in names:
             copies[source] = graph.node_copy(source)
             parameters.append((item, layout))
@@ -163,7 +163,7 @@ def _prologue(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
 def _behind(graph: fx.Graph, chain: Sequence[fx.Node], new: fx.Node, end: fx.Node) -> fx.Node:
     """The chain repeated on the new parameter: up to its first start right after that, the rest at the end of the
     step."""
-    copies = {_operands(chain[0])[0]: new}
+    copies = {operands_of(chain[0])[0]: new}
     cursor, is_begun = new, False
     for node in chain:
         with graph.inserting_before(end) if is_begun else graph.inserting_after(cursor):
@@ -187,16 +187,16 @@ def uncarried(role: RankGraph) -> RankGraph:
     returned_keys = [key for key in role.outputs if key[0] == CARRY]
     if role.prologue is None and not keys and not returned_keys:
         return role
-    made_before = list(role.prologue.outputs) if role.prologue is not None else []
-    if not sorted(keys) == sorted(returned_keys) == sorted(made_before):
+    computed = list(role.prologue.outputs) if role.prologue is not None else []
+    if not sorted(keys) == sorted(returned_keys) == sorted(computed):
         raise VerifyError(
             "a step's carried inputs differ from the carried outputs",
-            got=f"takes {_names(keys)}; returns {_names(returned_keys)}; the prologue computes {_names(made_before)}",
+            got=f"takes {_names(keys)}; returns {_names(returned_keys)}; the prologue computes {_names(computed)}",
             expected="the same values",
         )
     assert role.prologue is not None, "equal to keys, which are not empty"
     uncarrying = copied(role)
-    returned, before = _returned(uncarrying), _returned(role.prologue)
+    returned, before = uncarrying.results, role.prologue.results
     for key in keys:
         _check_same(returned[key], returned.get((_PARAM, key[1])), before[key], key[1], role.prologue)
     _put_back(uncarrying, role.prologue)
@@ -206,14 +206,14 @@ def uncarried(role: RankGraph) -> RankGraph:
 def _put_back(role: RankGraph, prologue: RankGraph) -> None:
     """Insert the prologue before the first use of its values; remove what is computed for the next step."""
     graph = role.graph
-    sources = dict(zip(((i.kind, i.name) for i in role.inputs), _placeholders(role), strict=True))
-    returned = _returned(role)
+    sources = dict(zip(((i.kind, i.name) for i in role.inputs), role.placeholders, strict=True))
+    returned = role.results
     kept_outputs = [i for i, (kind, _) in enumerate(role.outputs) if kind != CARRY]
     values = list(returned.values())
-    _end(graph).args = ([values[i] for i in kept_outputs],)
+    output_node(graph).args = ([values[i] for i in kept_outputs],)
     for key in (key for key in role.outputs if key[0] == CARRY):
         _erase(graph, _chain_of(returned[key], returned[_PARAM, key[1]]))
-    for key, value in _returned(prologue).items():
+    for key, value in prologue.results.items():
         _write_chain(graph, _chain_of(value, None), sources[_PARAM, key[1]], sources[key])
     kept = [i for i, item in enumerate(role.inputs) if item.kind != CARRY]
     role.inputs, role.layouts = tuple(role.inputs[i] for i in kept), tuple(role.layouts[i] for i in kept)
@@ -229,7 +229,7 @@ def _write_chain(graph: fx.Graph, chain: Sequence[fx.Node], source: fx.Node, old
         raise VerifyError("a carried input is not used", where=old.name)
     begin = next(n for n in graph.nodes if n.op != "placeholder")
     first = next(n for n in graph.nodes if n in old.users)
-    copies = {_operands(chain[0])[0]: source}
+    copies = {operands_of(chain[0])[0]: source}
     for symbol in dict.fromkeys(s for node in chain for s in _symbols(node)):
         _copy_into(graph, symbol, begin, copies)
     for node in chain:
@@ -246,17 +246,17 @@ def _copy_into(graph: fx.Graph, node: fx.Node, before: fx.Node, copies: dict[fx.
 def _check_same(carried_node: fx.Node, new: fx.Node | None, before: fx.Node, name: str, prologue: RankGraph) -> None:
     """Raise VerifyError unless `made` depends on the new parameter as `before` does on the parameter."""
     where = f"carry {name}, {carried_node.name}, {origin_of(carried_node)}"
-    sources = dict(zip(_placeholders(prologue), prologue.inputs, strict=True))
+    sources = prologue.sources
     while before not in sources:
         got, expected = (_call(node) for node in (carried_node, before))
-        if got != expected or len(_operands(carried_node)) != 1:
+        if got != expected or len(operands_of(carried_node)) != 1:
             raise VerifyError(
                 "a carried output differs from the prologue's value",
                 where=where,
                 got=f"{carried_node.name} = {_shown(got)}",
                 expected=f"{_shown(expected)}, as {before.name} does",
             )
-        (carried_node,), (before,) = _operands(carried_node), _operands(before)
+        (carried_node,), (before,) = operands_of(carried_node), operands_of(before)
     if sources[before].name != name or carried_node is not new:
         raise VerifyError(
             "a carried output depends on another value than its parameter",
@@ -289,7 +289,7 @@ def _chain_of(value: fx.Node, source: fx.Node | None) -> list[fx.Node]:
     chain: list[fx.Node] = []
     while value is not source and value.op == "call_function":
         chain.append(value)
-        (value,) = _operands(value)
+        (value,) = operands_of(value)
     return chain[::-1]
 
 
@@ -301,30 +301,10 @@ def _erase(graph: fx.Graph, chain: Sequence[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of a node, with repetitions."""
-    operands: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: operands.append(n) if n.target not in SYMBOLS else None)
-    return operands
-
-
 def _symbols(node: fx.Node) -> list[fx.Node]:
     """The symbols among the arguments of a node, and those that they depend on."""
     direct = [n for n in node.all_input_nodes if n.target in SYMBOLS]
     return [s for n in direct for s in (*_symbols(n), n)]
-
-
-def _end(graph: fx.Graph) -> fx.Node:
-    return next(iter(reversed(graph.nodes)))
-
-
-def _placeholders(role: RankGraph) -> list[fx.Node]:
-    return [n for n in role.graph.nodes if n.op == "placeholder"]
-
-
-def _returned(role: RankGraph) -> dict[tuple[str, str], fx.Node]:
-    values: Any = _end(role.graph).args[0]
-    return dict(zip(role.outputs, values, strict=True))
 
 
 def _names(keys: Iterable[tuple[str, str]]) -> str:

@@ -58,8 +58,7 @@ def _units(role: RankGraph, phase: str) -> Iterator[_Unit]:
 def _free(role: RankGraph) -> set[fx.Node]:
     """The nodes that depend only on inputs: not on a communication or an activation. A batch also exists from the
     beginning, but is gathered where it is used."""
-    sources = (n for n in role.graph.nodes if n.op == "placeholder")
-    free = {n for n, item in zip(sources, role.inputs, strict=True) if item.kind != "batch"}
+    free = {n for n, item in role.sources.items() if item.kind != "batch"}
     for node in role.graph.nodes:
         if node.op == "call_function" and node.target is not WAIT and all(n in free for n in node.all_input_nodes):
             free.add(node)

@@ -16,7 +16,7 @@ from torch import fx
 from meshweave.gathers.prefetch import block_of, is_alone
 from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import PARTS, origin_of
-from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.rank import SYMBOLS, RankGraph, distinct_operands
 
 _BACKWARD, _UPDATE = PARTS["backward"], PARTS["update"]
 
@@ -94,12 +94,11 @@ def _end(role: RankGraph) -> fx.Node | None:
 def _gradient_moves(role: RankGraph) -> Iterator[_GradientMove]:
     """The moves of gradients that begin in backward, in the order of their first starts."""
     position = {node: i for i, node in enumerate(role.graph.nodes)}
-    results = next(iter(reversed(role.graph.nodes))).args[0]
     moves: dict[fx.Node, _GradientMove] = {}
-    for (kind, _), value in zip(role.outputs, results, strict=True):  # type: ignore[arg-type]
+    for (kind, _), value in role.results.items():
         if kind not in ("grad", "acc"):
             continue
-        for node in _moved(value, kind):  # type: ignore[arg-type]
+        for node in _moved(value, kind):
             move = _gradient_move(node)
             if move is not None and PARTS[origin_of(move.first).phase] == _BACKWARD:
                 moves[move.first] = move
@@ -116,7 +115,7 @@ def _moved(value: fx.Node, kind: str) -> Sequence[fx.Node]:
 def _gradient_move(value: fx.Node) -> _GradientMove | None:
     """The steps of the move of a value; None if there is no communication."""
     chain: list[fx.Node] = []
-    while value.op == "call_function" and len(operands := _tensors(value)) == 1:
+    while value.op == "call_function" and len(operands := distinct_operands(value)) == 1:
         chain.append(value)
         (value,) = operands
     starts = [i for i, node in enumerate(chain) if node.target in STARTS]
@@ -125,7 +124,3 @@ def _gradient_move(value: fx.Node) -> _GradientMove | None:
         return None
     legs = [tuple(reversed(chain[later:start])) for later, start in pairwise(starts)]
     return _GradientMove(chain[starts[-1]], (*reversed(legs), tuple(reversed(chain[: starts[0]]))))
-
-
-def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [n for n in node.all_input_nodes if n.target not in SYMBOLS]

@@ -23,8 +23,8 @@ from meshweave.hardware.schema import (
     MemoryModel,
     Nccl,
     Power,
+    choice_of,
     figure,
-    one_of,
 )
 from meshweave.hardware.work import Work
 from meshweave.ir.mesh import Mesh
@@ -50,10 +50,10 @@ class MachineProfile:
 
     name: str = field(metadata=_TEXT)
     version: str = field(metadata=_TEXT)
-    source: str = field(metadata=one_of("modelled", "measured"))
+    source: str = field(metadata=choice_of("modelled", "measured"))
     summary: str = field(metadata=_TEXT)
     devices_per_node: int = field(metadata=COUNT)
-    fusion: str = field(metadata=one_of("pointwise", "none"))
+    fusion: str = field(metadata=choice_of("pointwise", "none"))
     launch_s: float = field(metadata=SECONDS)
     memory: MemoryModel
     peak: tuple[tuple[str, float], ...] = field(metadata=RATES)
@@ -63,7 +63,7 @@ class MachineProfile:
     eager_s: float = field(default=0.0, metadata=SECONDS)
     num_devices: int = field(default=0, metadata=figure("a whole number, 0 or more", 0))
     device: str = field(default="", metadata=_TEXT)
-    update: str = field(default="fused", metadata=one_of(*UPDATES))
+    update: str = field(default="fused", metadata=choice_of(*UPDATES))
     power: Power | None = None
     nccl: Nccl | None = None
     collectives: tuple[Fit, ...] = ()
@@ -79,6 +79,12 @@ class MachineProfile:
     def alpha_s(self) -> float:
         """The start-up of every collective: the shortest in the profile, 0 if communication was measured."""
         return pricing.shortest(self)
+
+    @property
+    def empty_op_s(self) -> float:
+        """Seconds of an op that computes nothing (a view, a start or a wait): positive if a processor runs the ops
+        itself, else 0."""
+        return self.launch_s if self.fusion == "none" else 0.0
 
     @property
     def usable_bytes(self) -> float:

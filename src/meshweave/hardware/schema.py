@@ -37,7 +37,7 @@ def points(columns: str, *, low: float = 0, rising: bool = False) -> Metadata:
     )
 
 
-def one_of(*names: str) -> Metadata:
+def choice_of(*names: str) -> Metadata:
     return MappingProxyType({"expected": f"one of {', '.join(names)}", "names": names})
 
 
@@ -59,7 +59,7 @@ _TEXT: Metadata = MappingProxyType({"expected": "text"})
 class MemoryCurve:
     """Measured: a kernel of a kind of work takes `seconds`, overhead included, for `bytes` read and written."""
 
-    kind: str = field(metadata=one_of(*KINDS))
+    kind: str = field(metadata=choice_of(*KINDS))
     points: tuple[Point, ...] = field(metadata=points("bytes, seconds", rising=True))
 
 
@@ -92,7 +92,7 @@ class Power:
 class MatmulPoints:
     """Measured: a matmul of `dtype` of m x n x k, `batch` of them, takes `seconds` (overhead included)."""
 
-    dtype: str = field(metadata=one_of(*DTYPES))
+    dtype: str = field(metadata=choice_of(*DTYPES))
     points: tuple[Point, ...] = field(metadata=points("m, n, k, batch, seconds", low=1))
 
 
@@ -129,8 +129,8 @@ class AttentionKernel:
 class AttentionPoints:
     """Measured: attention of `dtype` takes `seconds` (overhead included); `causal` is 0 or 1."""
 
-    dtype: str = field(metadata=one_of(*DTYPES))
-    direction: str = field(metadata=one_of("forward", "backward"))
+    dtype: str = field(metadata=choice_of(*DTYPES))
+    direction: str = field(metadata=choice_of("forward", "backward"))
     points: tuple[Point, ...] = field(metadata=points("heads, queries, keys, head_dim, causal, seconds"))
 
 
@@ -144,7 +144,7 @@ class AttentionModel:
     instead.
     """
 
-    dtype: str = field(default="bfloat16", metadata=one_of(*DTYPES))
+    dtype: str = field(default="bfloat16", metadata=choice_of(*DTYPES))
     kernel: str = field(default="flash2", metadata=_TEXT)
     block: int = field(default=128, metadata=COUNT)
     kernels: tuple[AttentionKernel, ...] = ()
@@ -210,8 +210,8 @@ class Fit:
     the share `host` on starting it and, when the bytes have arrived, on finishing it: work that compute does not hide.
     """
 
-    op: str = field(metadata=one_of(*RECEIVED))
-    level: str = field(metadata=one_of(*LEVELS))
+    op: str = field(metadata=choice_of(*RECEIVED))
+    level: str = field(metadata=choice_of(*LEVELS))
     group_size: int = field(metadata=figure("a whole number, 2 or more", 2))
     points: tuple[Point, ...] = field(metadata=points("local_bytes, seconds", rising=True))
     host: float = field(default=0.0, metadata=figure("a share from 0 to 1", 0, 1))

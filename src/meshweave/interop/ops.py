@@ -55,3 +55,8 @@ def find_operator(name: str) -> OpOverload:
     namespace, operator, overload = name.split(".")
     target: OpOverload = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     return target
+
+
+def aten_ops(names: str) -> list[Any]:
+    """Overloads of ATen by their names: "any.dim"; "silu" is `silu.default`."""
+    return [find_operator(f"aten.{name}" if "." in name else f"aten.{name}.default") for name in names.split()]

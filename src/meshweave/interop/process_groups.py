@@ -14,6 +14,11 @@ from torch.distributed.distributed_c10d import Store
 c10d: Any = dist.distributed_c10d  # its private functions are untyped
 
 
+def is_in_job() -> bool:
+    """Whether torch.distributed is initialised in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def default_store() -> Store:
     """The store of the initialised job."""
     return c10d._get_default_store()
@@ -22,7 +27,7 @@ def default_store() -> Store:
 def store_of_job() -> Store | None:
     """The store of this job; None if this process is alone: without torch.distributed, in a world of size 1, or on the
     `fake` backend, which has no other ranks."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+    if not is_in_job() or dist.get_backend() == "fake":
         return None
     return default_store() if dist.get_world_size() > 1 else None
 
@@ -41,7 +46,7 @@ def ranks_of_group(group: Any) -> tuple[int, ...]:
 
 def ranks_of_groups() -> list[tuple[str, tuple[int, ...]]]:
     """Name and ranks of every group in this process, sorted; empty without a job."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_in_job():
         return []
     names = c10d._world.pg_names
     return sorted((str(name), tuple(dist.get_process_group_ranks(group))) for group, name in names.items())

@@ -50,11 +50,11 @@ def forward(
         of_queries, of_keys = causal.queries, causal.keys
         own = (_ascending(q, of_queries), _ascending(k, of_keys), _ascending(v, of_keys), _ascending_bias(bias, causal))
         results = forward(*own, causal.ascending, scale, is_part)
-        return _as_held(results[0], of_queries), _as_held(results[1], of_queries)
+        return _in_order_of(results[0], of_queries), _in_order_of(results[1], of_queries)
     k, v = _repeat_groups(q, k), _repeat_groups(q, v)
     parts = _parts(q, k, causal)
     wide = torch.promote_types(q.dtype, torch.float32)
-    if _is_one(parts, q) and not is_part:
+    if _is_single(parts, q) and not is_part:
         keys, values = k[:, :, parts[0].keys], v[:, :, parts[0].keys]
         scoring = _scoring(bias, parts[0], scale)
         if kernel_for(q, keys, values, scoring):
@@ -89,9 +89,9 @@ def backward(
         grad, q, out, lse = (_ascending(x, of_queries) for x in (grad, q, out, lse))
         own = (_ascending(k, of_keys), _ascending(v, of_keys), _ascending_bias(bias, causal), out, lse)
         grads = backward(grad, q, *own, causal.ascending, scale, is_part)
-        return _as_held(grads[0], of_queries), _as_held(grads[1], of_keys), _as_held(grads[2], of_keys)
+        return _in_order_of(grads[0], of_queries), _in_order_of(grads[1], of_keys), _in_order_of(grads[2], of_keys)
     parts = _parts(q, k, causal)
-    if _is_one(parts, q) and not is_part:
+    if _is_single(parts, q) and not is_part:
         (part,) = parts
         keys, values, scoring = k[:, :, part.keys], v[:, :, part.keys], _scoring(bias, part, scale)
         if kernel_for(q, keys, values, scoring) is None:
@@ -104,7 +104,7 @@ def backward(
         keys, values = wide_k[:, :, part.keys], wide_v[:, :, part.keys]
         return _block_backward(g, a, keys, values, o, sums, _scoring(bias, part, scale))
 
-    if _is_one(parts, q):
+    if _is_single(parts, q):
         gq, gk, gv = of_part(parts[0])
         return gq.contiguous(), _sum_groups(_padded(gk, k), k), _sum_groups(_padded(gv, v), v)
     total = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, wide_k, wide_v)]
@@ -121,7 +121,7 @@ def _ascending(x: Tensor, runs: Runs, dim: int = 2) -> Tensor:
     return x if order == list(range(len(runs))) else torch.cat([pieces[i] for i in order], dim)
 
 
-def _as_held(x: Tensor, runs: Runs) -> Tensor:
+def _in_order_of(x: Tensor, runs: Runs) -> Tensor:
     """The inverse of `_ascending`."""
     order = sorted(range(len(runs)), key=runs.__getitem__)
     pieces = x.split([runs[i][1] for i in order], 2)
@@ -153,7 +153,7 @@ def _parts(q: Tensor, k: Tensor, causal: Causal | None) -> tuple[CausalBlock, ..
     return (CausalBlock(slice(0, q.shape[2]), slice(0, k.shape[2]), False),)
 
 
-def _is_one(parts: tuple[CausalBlock, ...], q: Tensor) -> bool:
+def _is_single(parts: tuple[CausalBlock, ...], q: Tensor) -> bool:
     return len(parts) == 1 and parts[0].rows == slice(0, q.shape[2])
 
 

@@ -32,7 +32,7 @@ class Scoring:
     scale: float
 
 
-class Kernel(Protocol):
+class SdpaKernel(Protocol):
     """A kernel and its backward."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]: ...
@@ -42,7 +42,7 @@ class Kernel(Protocol):
     ) -> Grads: ...
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Kernel | None:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> SdpaKernel | None:
     """The fastest kernel of the tensors' device for their sizes and dtype; None if there is none. It depends on shapes,
     dtype and device alone, so that backward has the kernel of forward."""
     if q.device.type == "cpu":
@@ -206,4 +206,4 @@ def _no_seed(q: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
-_KERNELS: dict[int, Kernel] = {1: CudaFlash(), 2: CudaEfficient(), 3: Cudnn()}  # by SDPBackend
+_KERNELS: dict[int, SdpaKernel] = {1: CudaFlash(), 2: CudaEfficient(), 3: Cudnn()}  # by SDPBackend

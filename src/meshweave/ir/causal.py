@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshweave.ir.pieces import joined_runs
+
 Run = tuple[int, int]  # first position, and length of the run
 Runs = tuple[Run, ...]  # in the order in which they are stored
 
@@ -51,7 +53,7 @@ class Causal:
     @property
     def ascending(self) -> Causal:
         """The same pairs, stored in order of position."""
-        return Causal(_joined(sorted(self.queries)), _joined(sorted(self.keys)))
+        return Causal(joined_runs(sorted(self.queries)), joined_runs(sorted(self.keys)))
 
     @property
     def blocks(self) -> tuple[CausalBlock, ...]:
@@ -74,24 +76,13 @@ def runs(first: int, length: int, starts: Sequence[int] | None) -> Runs:
         return ((first, length),)
     size = min(start for start in starts if start)
     places = [(max(first - i * size, 0), min(first + length - i * size, size)) for i in range(len(starts))]
-    return _joined([(starts[i] + low, high - low) for i, (low, high) in enumerate(places) if low < high])
+    return joined_runs([(starts[i] + low, high - low) for i, (low, high) in enumerate(places) if low < high])
 
 
 def head_tail(length: int, num_devices: int) -> tuple[int, ...]:
     """Where the chunks of a balanced sequence begin: of 2n equal chunks device r has chunks r and 2n - 1 - r."""
     size, last = length // (2 * num_devices), 2 * num_devices - 1
     return tuple(size * number for r in range(num_devices) for number in (r, last - r))
-
-
-def _joined(table: Sequence[Run]) -> Runs:
-    """The same places in fewer runs."""
-    joined: list[Run] = []
-    for start, size in table:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((start, size))
-    return tuple(joined)
 
 
 def _blocks(num_queries: int, num_keys: int, offset: int) -> list[CausalBlock]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from meshweave.errors import MeshweaveError, VerifyError
-from meshweave.ir.graph import argument, op_name, place_of
+from meshweave.ir.graph import argument, op_name, place_of, wide_dtype
 from meshweave.ir.sparse import kept, sparse_gather, sparse_scatter
 
 functional = torch.ops._c10d_functional
@@ -71,7 +71,7 @@ def reduce_in_order(parts: Sequence[Tensor], op: str, into: Tensor | None = None
     """Reduce in group order: sums of half-precision values are accumulated in float32. A sum may be written into
     `into`: memory that no part has, or that of one of the first two, which is not read afterwards."""
     if op == "sum":
-        wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
+        wide = wide_dtype(parts[0].dtype)
         if len(parts) == 1:
             return parts[0].clone()
         # Two reads and a write: a copy to accumulate into would cost three more.

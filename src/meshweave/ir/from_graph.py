@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.interop.process_groups import ranks_of_group
+from meshweave.interop.process_groups import is_in_job, ranks_of_group
 from meshweave.ir.collectives import collective_of, group_of
 from meshweave.ir.described import values_of
 from meshweave.ir.device_program import DeviceProgram, Group
@@ -77,7 +76,7 @@ def _check_size(start: fx.Node, name: str, ranks: Sequence[int]) -> None:
 
 def _registered(group: Any) -> tuple[int, ...]:
     """The ranks of a group that torch.distributed knows; empty otherwise."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_in_job():
         return ()
     if not isinstance(group, str):
         return ranks_of_group(group)

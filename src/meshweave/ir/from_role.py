@@ -13,7 +13,7 @@ from torch import fx
 
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.device_program import DeviceProgram, Fence, Group, R, Rewrite
-from meshweave.ir.graph import Spec, copied_graph, origin_of
+from meshweave.ir.graph import Spec, copied_graph, origin_of, output_node
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied
 from meshweave.ir.values import NOTHING, Values, local_values, uneven_dims
 from meshweave.ir.verify import verify_rank
@@ -64,11 +64,7 @@ class _PhaseMarks:
 
     @property
     def end(self) -> fx.Node:
-        return next(iter(reversed(self.role.graph.nodes)))
-
-    @property
-    def outputs(self) -> list[fx.Node]:
-        return list(self.end.args[0])  # type: ignore[arg-type]
+        return output_node(self.role.graph)
 
     def mark(self) -> None:
         update = self.first("update", None)
@@ -95,7 +91,7 @@ class _PhaseMarks:
         """Make the values that the session reads after a part available there: the loss, buffers, sums of gradients,
         and with several microbatches all pending communications, because the next microbatch begins with none."""
         kinds = ("loss",) if phase == "backward" else ("buffer", "acc")
-        read = {n for key, n in zip(self.role.outputs, self.outputs, strict=True) if key[0] in kinds}
+        read = {n for key, n in self.role.results.items() if key[0] in kinds}
         before = list(takewhile(lambda n: n is not first, self.role.graph.nodes))
         if phase == "update" and self.microbatches > 1:
             waits = (n for n in before if n.target is WAIT and origin_of(n).phase != "reduce")
@@ -109,7 +105,7 @@ class _PhaseMarks:
     def drop(self) -> None:
         """Let gradients that are not kept die at their last use."""
         graph, kept = self.role.graph, []
-        for i, ((kind, _), node) in enumerate(zip(self.role.outputs, self.outputs, strict=True)):
+        for i, ((kind, _), node) in enumerate(self.role.results.items()):
             is_dropped = kind == "acc" or (kind == "grad" and not self.keeps_gradients)
             if not is_dropped or node.op != "call_function":
                 kept.append(node)
@@ -125,15 +121,14 @@ class _PhaseMarks:
     def releasable(self) -> Callable[[fx.Node], bool]:
         """Which inputs die at their last use: those replaced by an output of the same name (`runtime.executor`). Values
         carried from the previous step serve all microbatches."""
-        sources = (n for n in self.role.graph.nodes if n.op == "placeholder")
-        keys = {n: (i.kind, i.name) for n, i in zip(sources, self.role.inputs, strict=True)}
+        keys = {n: (i.kind, i.name) for n, i in self.role.sources.items()}
         kinds = [kind for kind in _REPLACED if kind != "carry" or self.microbatches == 1]
         replaced = {key for key in self.role.outputs if key[0] in kinds}
         return lambda node: keys[node] in replaced
 
     def restore(self) -> None:
         """Remove the marks from the graph, in any order."""
-        kept = iter(self.outputs)
+        kept = iter(self.role.output_values)
         numbers = range(len(self.role.outputs))
         self.end.args = ([self.dropped[i].args[0] if i in self.dropped else next(kept) for i in numbers],)
         for view in self.dropped.values():
@@ -162,7 +157,7 @@ def rewrite_role(role: RankGraph, rewrite: Rewrite[R]) -> tuple[RankGraph, R]:
 
 def role_program(role: RankGraph) -> DeviceProgram:
     """A role with its symbols and transfers, for passes that add ops to its graph."""
-    sources = dict(zip(role.graph.find_nodes(op="placeholder"), role.inputs, strict=True))
+    sources = role.sources
     local = local_values(role)
 
     def refused(start: fx.Node) -> str:

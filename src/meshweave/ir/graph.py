@@ -19,6 +19,11 @@ from meshweave.interop.graphs import copy_signature, is_erased
 from meshweave.interop.ops import arguments_of, is_operator
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are accumulated: float32 for half precision."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """Global shape and dtype of a tensor value."""
@@ -94,8 +99,44 @@ class Input:
     requires_grad: bool = False
 
 
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def returned_values(graph: fx.Graph) -> list[fx.Node]:
+    """The values that a graph returns, as a list."""
+    return list(output_node(graph).args[0])  # type: ignore[arg-type]
+
+
+class NamedGraph:
+    """A graph whose placeholders are `inputs`, and the elements of whose output are `outputs`, both in order."""
+
+    __slots__ = ()
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[tuple[str, str], ...]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def output_values(self) -> list[fx.Node]:
+        return returned_values(self.graph)
+
+    @property
+    def sources(self) -> dict[fx.Node, Input]:
+        """The placeholders, each with its input."""
+        return dict(zip(self.placeholders, self.inputs, strict=True))
+
+    @property
+    def results(self) -> dict[tuple[str, str], fx.Node]:
+        """The values of the outputs, by (kind, name)."""
+        return dict(zip(self.outputs, self.output_values, strict=True))
+
+
 @dataclass(slots=True)
-class StepGraph:
+class StepGraph(NamedGraph):
     """A training step as a functional graph of global shapes.
 
     Placeholder i of `graph` is `inputs[i]`; element i of its output is `outputs[i]` = (kind, name), with kind loss,
@@ -107,14 +148,6 @@ class StepGraph:
     inputs: tuple[Input, ...]
     outputs: tuple[tuple[str, str], ...]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def placeholders(self) -> list[fx.Node]:
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
-
-    @property
-    def output_values(self) -> list[fx.Node]:
-        return list(next(iter(reversed(self.graph.nodes))).args[0])
 
     @property
     def updated(self) -> list[str]:

@@ -61,9 +61,8 @@ def role_liveness(role: RankGraph) -> RoleLiveness:
     nodes = [n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
     begin, end, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
     never = len(nodes) + 1
-    sources = (n for n in role.graph.nodes if n.op == "placeholder")
     replaced = {key for key in role.outputs if key[0] in _REPLACED}
-    for node, item in zip(sources, role.inputs, strict=True):
+    for node, item in role.sources.items():
         for x in values[node]:
             begin[x.storage], sizes[x.storage] = 0, x.storage_bytes
             end[x.storage] = 1 if (item.kind, item.name) in replaced else never
@@ -74,9 +73,9 @@ def role_liveness(role: RankGraph) -> RoleLiveness:
         for x in _used(node, values):
             if end.get(x.storage, 0) < never:
                 end[x.storage] = at + 1
-    for (kind, _), node in zip(role.outputs, next(iter(reversed(role.graph.nodes))).args[0], strict=True):  # type: ignore[arg-type]
+    for (kind, _), node in role.results.items():
         if kind not in ("acc", "grad"):
-            end.update((x.storage, never) for x in values[node])  # type: ignore[index]
+            end.update((x.storage, never) for x in values[node])
     return RoleLiveness(values, {s: (begin[s], end[s], size) for s, size in sizes.items()}, never)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -82,3 +82,14 @@ class Box:
         lo = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         hi = (min(a + s, b + t) for a, s, b, t in zip(self.offset, self.size, other.offset, other.size, strict=True))
         return Box(lo, tuple(max(0, h - o) for o, h in zip(lo, hi, strict=True)))
+
+
+def joined_runs(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Runs (start, size), with neighbours merged of which one ends where the other begins."""
+    joined: list[tuple[int, int]] = []
+    for start, size in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return tuple(joined)

@@ -19,7 +19,7 @@ from meshweave.errors import LayoutError
 from meshweave.interop.dtensor import StridedShard
 from meshweave.ir.layout import REDUCE_OPS, DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.pieces import chunk, is_even, nested_chunk
+from meshweave.ir.pieces import chunk, is_even, joined_runs, nested_chunk
 
 
 def placements_from_layout(layout: Layout, shape: Sequence[int]) -> tuple[Placement, ...]:
@@ -150,7 +150,7 @@ def _strided_cut(runs: list[tuple[int, int]], factor: int, parts: int, index: in
         start, length = chunk(total, factor, outer)
         offset, length = chunk(length, parts, index)
         kept += _slice_runs(runs, start + offset, length)
-    return _join(kept)
+    return list(joined_runs(kept))
 
 
 def _slice_runs(runs: list[tuple[int, int]], start: int, length: int) -> list[tuple[int, int]]:
@@ -162,14 +162,3 @@ def _slice_runs(runs: list[tuple[int, int]], start: int, length: int) -> list[tu
             kept.append((offset + lo, hi - lo))
         seen += size
     return kept
-
-
-def _join(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`runs` with adjacent stretches merged."""
-    joined: list[tuple[int, int]] = []
-    for offset, size in runs:
-        if joined and sum(joined[-1]) == offset:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((offset, size))
-    return joined

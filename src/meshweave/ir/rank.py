@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, Spec, copied_graph, graph_text
+from meshweave.ir.graph import Input, NamedGraph, Spec, copied_graph, graph_text
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import nested_chunk
@@ -101,6 +101,11 @@ def _collect(values: Iterable[Any], operands: list[fx.Node]) -> None:
             _collect((value.start, value.stop, value.step), operands)
 
 
+def distinct_operands(node: fx.Node) -> list[fx.Node]:
+    """The tensors among the arguments, each once."""
+    return list(dict.fromkeys(operands_of(node)))
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Messages between devices: every device of the target gets its piece from devices of the source.
@@ -134,7 +139,7 @@ def qualified(index: int, axis: str) -> str:
 
 
 @dataclass(slots=True)
-class RankGraph:
+class RankGraph(NamedGraph):
     """The graph that every device of a role runs.
 
     Placeholder i takes the piece of `inputs[i]` in `layouts[i]`; output i is (kind, name) `outputs[i]` in

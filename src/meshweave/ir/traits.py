@@ -18,6 +18,13 @@ from meshweave.ir import blocks, grouped, local_ops, ops  # noqa: F401  (defines
 aten = torch.ops.aten
 RANDOM = frozenset({torch.ops.meshweave.uniform.default, torch.ops.meshweave.chance.default})
 CASTS = frozenset({aten._to_copy.default})
+IDENTITIES = frozenset(  # the value of their operand; a functional graph needs none
+    {
+        *(aten.detach.default, aten.detach_copy.default, aten.alias.default, aten.alias_copy.default),
+        *(aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default),
+        *(aten.clone.default, aten.contiguous.default),
+    }
+)
 # View ops of captured graphs, whose normal form has no others: they commute with moves, and are repeated where they are
 # needed.
 VIEWS = frozenset({aten.view.default, aten.permute.default, aten.expand.default, aten.slice.Tensor})

@@ -176,7 +176,7 @@ def _check_counts(stage: str, step: StepGraph) -> None:
     step.graph.lint()
     if len(step.placeholders) != len(step.inputs) or len(step.output_values) != len(step.outputs):
         raise VerifyError(f"{stage}: inputs or outputs do not match their names")
-    for node, item in zip(step.placeholders, step.inputs, strict=True):
+    for node, item in step.sources.items():
         if node.meta["spec"] != item.spec:
             raise VerifyError(
                 f"{stage}: input {item.name} has changed", got=str(node.meta["spec"]), expected=str(item.spec)

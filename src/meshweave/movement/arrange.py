@@ -240,12 +240,12 @@ class _Arranger:
         now = sum(self.price_of(move) for move in moves)
         tree, cost = self._tree(start, wanted, spec)
         extra: list[_Copy] = []
-        while better := self._with_one_more(start, wanted, extra, spec, cost):
+        while better := self._with_extra_copy(start, wanted, extra, spec, cost):
             extra, tree, cost = better
         if cost < now - _GAIN:
             self._rebuild(start, wanted, extra, tree)
 
-    def _with_one_more(
+    def _with_extra_copy(
         self, start: _Copy, wanted: Sequence[_Copy], extra: list[_Copy], spec: Spec, cost: float
     ) -> tuple[list[_Copy], dict[int, int], float] | None:
         """The tree through another intermediate layout, if that is cheaper."""
@@ -253,7 +253,7 @@ class _Arranger:
         for layout, phase in self._on_the_way(start, wanted, spec):
             more = [*extra, _Copy(layout, phase)]
             tree, total = self._tree(start, [*wanted, *more], spec)
-            if total < cost - _GAIN and _made_in_time([*wanted, *more], tree):
+            if total < cost - _GAIN and _ready_in_time([*wanted, *more], tree):
                 best, cost = (more, tree, total), total
         return best
 
@@ -339,7 +339,7 @@ class _Copy:
         return _Copy(move.meta["layout"], _phase(move), move)
 
 
-def _made_in_time(copies: Sequence[_Copy], tree: dict[int, int]) -> bool:
+def _ready_in_time(copies: Sequence[_Copy], tree: dict[int, int]) -> bool:
     """Whether every copy that has no move yet is the source of a copy in its own phase, where it is moved."""
     needed: dict[int, int] = {}
     for i, parent in tree.items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from meshweave.ir.layout import Layout
-from meshweave.ir.pieces import nested_chunk
+from meshweave.ir.pieces import joined_runs, nested_chunk
 from meshweave.movement.within import Request
 
 _Spans = list[tuple[int, int]]  # offset and end of stretches of a dim, in order
@@ -75,17 +75,7 @@ def _stretches(layout: Layout, d: int, size: int, at: dict[str, int]) -> _Spans:
     parts = [mesh.size(axis) for axis in dim.axes]
     choices = [[at[axis]] if axis in at else range(mesh.size(axis)) for axis in dim.axes]
     spans = (nested_chunk(size, list(zip(parts, index, strict=True)), dim.unit) for index in product(*choices))
-    return _joined((start, start + length) for start, length in spans if length)
-
-
-def _joined(spans: Iterable[tuple[int, int]]) -> _Spans:
-    joined: _Spans = []
-    for start, end in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
-    return joined
+    return [(start, start + length) for start, length in joined_runs(span for span in spans if span[1])]
 
 
 def _length(spans: _Spans) -> int:

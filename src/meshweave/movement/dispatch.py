@@ -101,14 +101,14 @@ def sparse_plan(plan: MovePlan, share: float) -> MovePlan | None:
 def dispatched(step: StepGraph, plan_move: PlanMove, rates: Rates = default_rates) -> StepGraph:
     """The placed graph with every move made sparse that can be, and is cheaper so under a balanced load. `rates` are
     those at which a device selects rows."""
-    writer = _Writer(step.graph, plan_move, rates)
+    writer = _SparseMoves(step.graph, plan_move, rates)
     has_owned_rows = any(node.target is ours.enter_rows.default for node in step.graph.nodes)
     for node in step.graph.find_nodes(op="call_function", target=ops.move) if has_owned_rows else ():
         writer.move(node)
     return step
 
 
-class _Writer:
+class _SparseMoves:
     """Writes sparse moves, and their row masks, once for all moves of equal paths."""
 
     def __init__(self, graph: fx.Graph, plan_move: PlanMove, rates: Rates) -> None:
@@ -124,7 +124,7 @@ class _Writer:
         if sparse_plan(plan, 1.0) is None:
             return
         assert isinstance(source, fx.Node)
-        path = self.read(node) if plan.steps[0].kind == "all_gather" else _made(source)
+        path = self.read(node) if plan.steps[0].kind == "all_gather" else _path_of_sum(source)
         step, shape = plan.steps[0], spec_of(node).shape
         whole, axes = step.target if step.kind == "all_gather" else step.source, step.axes
         if path is None or not _fits(path, shape, axes) or whole.dims[0].axes != path.blocks.axes:
@@ -290,20 +290,20 @@ def _looked_up(path: Path | None, node: fx.Node, rows: Spec) -> Path | None:
     return None if at.meta["layout"].owned else replace(path, steps=(*path.steps, ("lookup", at)))
 
 
-def _made(node: fx.Node) -> Path | None:
+def _path_of_sum(node: fx.Node) -> Path | None:
     """The path of a part of a sum whose rows are zeros except those that a device owns."""
     args: Any = node.args
     if node.target is ours.leave_rows.default and args[2] == 0:
         return _sorted_rows(args[1], args[0].meta["layout"], spec_of(node))
     if node.target in _SAME_ROWS:
-        return _made(args[0])
+        return _path_of_sum(args[0])
     if node.target is aten.sum.dim_IntList:
         many = spec_of(args[0]).shape
         summed = {d % len(many) for d in args[1]}
-        return _grouped(_made(args[0]), many, tuple(1 if d in summed else size for d, size in enumerate(many)))
+        return _grouped(_path_of_sum(args[0]), many, tuple(1 if d in summed else size for d, size in enumerate(many)))
     if _adds_on_zeros(node) and row_index(node):
-        return _at_places(_made(args[2]), node, spec_of(node))
-    return _looked_up(_made(args[0]), node, spec_of(args[0])) if node.target in _LOOKUPS else None
+        return _at_places(_path_of_sum(args[2]), node, spec_of(node))
+    return _looked_up(_path_of_sum(args[0]), node, spec_of(args[0])) if node.target in _LOOKUPS else None
 
 
 def _adds_on_zeros(node: fx.Node) -> bool:

@@ -80,9 +80,9 @@ def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
     expand = _args(view)[0] if view.target is aten.view.default else view
     if order is None or not is_added or not ops.is_zeros(zeros) or expand.target is not aten.expand.default:
         return
-    wide, (few, ones, width) = _args(expand)[0], _three(spec_of(_args(expand)[0]).shape)
+    wide, (few, middle, width) = _args(expand)[0], _three(spec_of(_args(expand)[0]).shape)
     shape, layout = spec_of(expand).shape, enter.meta["layout"]
-    if ones != 1 or shape != (few, shape[1], width) or spec_of(enter).shape != (few * shape[1], width):
+    if middle != 1 or shape != (few, shape[1], width) or spec_of(enter).shape != (few * shape[1], width):
         return
     blocks = layout.dims[:1] if num_blocks_of(put) else (WHOLE,)
     if wide.meta["layout"].partial or wide.meta["layout"].dims[:2] != (*blocks, WHOLE):

@@ -6,11 +6,11 @@ small tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshweave.ir.pieces import Box
+from meshweave.ir.pieces import Box, joined_runs
 
 Runs = tuple[tuple[int, int], ...]  # start and size of stretches of elements along a dim, in their order in the array
 Parts = Mapping[Box, int]  # boxes of the global index space, with the bit set of contributions to them
@@ -72,7 +72,7 @@ def join(members: Sequence[DeviceTable], dim: int) -> DeviceTable:
         raise ValueError(f"an element is joined twice along dim {dim}")
     parts = [item for table in members for item in table.parts.items()]
     like = filled[0] if filled else first
-    return DeviceTable((*like.runs[:dim], _merged(runs), *like.runs[dim + 1 :]), _merged_parts(parts, dim))
+    return DeviceTable((*like.runs[:dim], joined_runs(runs), *like.runs[dim + 1 :]), _merged_parts(parts, dim))
 
 
 def unite(members: Sequence[DeviceTable]) -> DeviceTable:
@@ -124,16 +124,6 @@ def _with_span(box: Box, dim: int, start: int, size: int) -> Box:
     )
 
 
-def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    spans: list[tuple[int, int]] = []
-    for start, size in runs:
-        if spans and sum(spans[-1]) == start:
-            spans[-1] = (spans[-1][0], spans[-1][1] + size)
-        else:
-            spans.append((start, size))
-    return tuple(spans)
-
-
 def _merged_parts(parts: Sequence[tuple[Box, int]], dim: int) -> Parts:
     """Adjacent parts along `dim` merged."""
     rows: dict[tuple[Box, int], list[tuple[int, int]]] = {}
@@ -142,5 +132,5 @@ def _merged_parts(parts: Sequence[tuple[Box, int]], dim: int) -> Parts:
     return {
         _with_span(row, dim, start, size): bits
         for (row, bits), spans in rows.items()
-        for start, size in _merged(sorted(spans))
+        for start, size in joined_runs(sorted(spans))
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
@@ -100,8 +101,11 @@ class MeshProgram:
         return tuple(role.graph for role in self.roles)
 
     def each(self, rewrite: Rewrite[R]) -> tuple[MeshProgram, tuple[R, ...]]:
-        pairs = [rewrite_role(role, rewrite) for role in self.roles]
-        roles, reports = tuple(role for role, _ in pairs), tuple(report for _, report in pairs)
+        return self.each_role(lambda role: rewrite_role(role, rewrite))
+
+    def each_role(self, rewrite: Callable[[RankGraph], tuple[RankGraph, R]]) -> tuple[MeshProgram, tuple[R, ...]]:
+        """Apply `rewrite` to every role. Returns the new program (`self` if all roles stay) and a report for each."""
+        roles, reports = zip(*map(rewrite, self.roles), strict=True)
         is_same = all(new is old for new, old in zip(roles, self.roles, strict=True))
         return self if is_same else replace(self, roles=roles), reports
 
@@ -156,8 +160,9 @@ class Pass(Protocol[P]):
 
     @property
     def is_compared(self) -> bool:
-        """Whether the program without it is kept too, and the faster of the two is taken in the end."""
-        return False
+        """Whether the program without it is kept too, and the faster of the two is taken in the end: by default that of
+        a pass whose option `when` is "gain"."""
+        return getattr(self, "when", "") == "gain"
 
     @property
     def alternatives(self) -> tuple[Pass[P], ...]:

@@ -95,7 +95,7 @@ class Branch(Generic[Q]):
 
 
 @dataclass
-class CandidateSearch(Generic[Q]):
+class VariantSearch(Generic[Q]):
     """Explores which compared passes to take, one pass after the other.
 
     The alternatives of a compared pass (rows in 2 chunks, in 4, ...) are tried in order until an alternative is no
@@ -215,7 +215,7 @@ def run_passes(
     cap: the fastest variant wins, the first of equals; a rewrite has to be faster by the share `least_gain`. Raises
     NoOrderError if no variant is under the cap.
     """
-    search = CandidateSearch(passes, costs, budget, progress, least_gain)
+    search = VariantSearch(passes, costs, budget, progress, least_gain)
     search.run(program)
     if len(search.tried) == 1 and not search.untried:
         chosen, variants = search.tried[0], tuple[ProgramVariant, ...]()

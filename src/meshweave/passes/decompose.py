@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Scope, Stage
@@ -21,10 +21,6 @@ class Decompose(DecomposeOptions, Pass[Any]):
     scope: ClassVar[Scope] = "graph"
 
     @property
-    def is_compared(self) -> bool:
-        return self.when == "gain"
-
-    @property
     def label(self) -> str:
         return "collectives taken apart"
 
@@ -33,11 +29,7 @@ class Decompose(DecomposeOptions, Pass[Any]):
     ) -> tuple[MeshProgram | GraphProgram, tuple[DecomposeReport, ...]]:
         if isinstance(program, GraphProgram):
             return self.of_graph(program, costs)
-        apart = [decompose(role, costs, self) for role in program.roles]
-        reports = tuple(report for _, report in apart)
-        if not any(report.num_taken for report in reports):
-            return program, reports
-        return replace(program, roles=tuple(role for role, _ in apart)), reports
+        return program.each_role(lambda role: decompose(role, costs, self))
 
     def of_graph(self, program: GraphProgram, costs: Any) -> tuple[GraphProgram, tuple[DecomposeReport, ...]]:
         cap, order = program.memory_cap_bytes, program.order

@@ -13,6 +13,7 @@ from torch import fx
 from meshweave.errors import VerifyError
 from meshweave.ir.device_program import R, Rewrite
 from meshweave.ir.from_graph import graph_program
+from meshweave.ir.graph import output_node
 from meshweave.problem.figures import Agree, CostNumbers, fingerprint
 from meshweave.problem.read import read
 from meshweave.rings.lower import rewrite_graph
@@ -87,7 +88,7 @@ def _ends(graph: fx.Graph) -> list[str]:
     """The inputs of a graph, then its results, as text."""
     inputs = [(node.name, node.meta.get("val")) for node in graph.nodes if node.op == "placeholder"]
     results: list[Any] = []
-    fx.map_arg(next(iter(reversed(graph.nodes))).args, lambda n: results.append(("result", n.meta.get("val"))))
+    fx.map_arg(output_node(graph).args, lambda n: results.append(("result", n.meta.get("val"))))
     return [f"{name} {_text(val)}" for name, val in [*inputs, *results]]
 
 

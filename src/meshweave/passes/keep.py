@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from meshweave.check.same import check_same
@@ -32,10 +32,8 @@ class Keep(Pass[MeshProgram]):
             cap = cap_of(peak, program.memory_cap_bytes, costs.usable_bytes)
             return peak + int(max(0, cap - peak) * self.share)
 
-        pairs = [keep(role, limit_of) for role in program.roles]
-        roles, reports = tuple(role for role, _ in pairs), tuple(report for _, report in pairs)
-        for before, after in zip(program.roles, roles, strict=True):
+        kept, reports = program.each_role(lambda role: keep(role, limit_of))
+        for before, after in zip(program.roles, kept.roles, strict=True):
             if after is not before:
                 check_same(before, after)
-        is_same = all(new is old for new, old in zip(roles, program.roles, strict=True))
-        return program if is_same else replace(program, roles=roles), reports
+        return kept, reports

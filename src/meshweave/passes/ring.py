@@ -21,10 +21,6 @@ class RingAttention(Pass[MeshProgram]):
     when: Literal["gain", "always"] = "gain"
 
     @property
-    def is_compared(self) -> bool:
-        return self.when == "gain"
-
-    @property
     def label(self) -> str:
         return "ring attention"
 

@@ -23,10 +23,6 @@ class Split(SplitOptions, Pass[Any]):
     scope: ClassVar[Scope] = "joint graph"
 
     @property
-    def is_compared(self) -> bool:
-        return self.when == "gain"
-
-    @property
     def alternatives(self) -> tuple[Split, ...]:
         counts = self.num_chunks[:1] if self.when == "always" else self.num_chunks
         return tuple(replace(self, num_chunks=(count,)) for count in counts)

@@ -121,8 +121,8 @@ def earlier(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> lis
         if order.get(current, -1) < limit or current in moved:
             continue
         kind = kind_of(current)
-        is_made_of_nothing = current.op == "call_function" and not operands_of(current) and FIXED not in current.meta
-        is_light = is_made_of_nothing or current.target is WAIT or (kind is not None and not kind.is_matmul)
+        is_constant = current.op == "call_function" and not operands_of(current) and FIXED not in current.meta
+        is_light = is_constant or current.target is WAIT or (kind is not None and not kind.is_matmul)
         if current.target in STARTS:
             is_light = LOOSE in current.meta
         if current is anchor or not is_light or len(moved) >= _MOST_HOISTED:

@@ -14,6 +14,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
+from meshweave.interop.process_groups import is_in_job
 from meshweave.problem.figures import Agree
 from meshweave.problem.prices import Cost
 from meshweave.rings.candidates import CandidateWriter, RingCandidate
@@ -114,7 +115,7 @@ class GraphTrials:
 def _rank(rank: int | None) -> int:
     if rank is not None:
         return rank
-    if dist.is_available() and dist.is_initialized():
+    if is_in_job():
         return dist.get_rank()
     raise MeshweaveError(
         "chunk numbers differ between ranks, and the rank of this graph is unknown",

@@ -81,11 +81,6 @@ class RingPrices:
             self.known[low, high] = sum([seconds for _, seconds in self.kernels[first_inside:behind]])
         return self.known[low, high]
 
-    @property
-    def launch(self) -> float:
-        """Time of an op that moves nothing, such as a view: as in simulate.tasks."""
-        return self.profile.launch_s if self.profile.fusion == "none" else 0.0
-
     def op(self, node: fx.Node, cuts: Sequence[Cut | None] = (), result: Cut | None = None) -> float:
         """Time of an op, or of the op on chunks of its operands for a chunk of its result."""
         key = (node, tuple(cuts), result)
@@ -96,7 +91,7 @@ class RingPrices:
     def _op(self, node: fx.Node, cuts: Sequence[Cut | None], result: Cut | None) -> float:
         values, operands = self.shapes.values, operands_of(node)
         if values[node][0].storage in {values[n][0].storage for n in operands}:
-            return self.launch  # a view
+            return self.profile.empty_op_s  # a view
         operands_of_part = [
             part_of(values[n][0], cut) for n, cut in zip(operands, cuts or [None] * len(operands), strict=True)
         ]
@@ -109,7 +104,9 @@ class RingPrices:
         """Time of an op on chunks, and of slicing them; chunks that are not contiguous are copied."""
         pairs = [(n, cut) for n, cut in zip(operands_of(node), cuts, strict=True) if n not in inside]
         slices = sum(
-            self.copy(n, 1 / cut.count) if cut.outer > 1 else self.launch for n, cut in pairs if cut is not None
+            self.copy(n, 1 / cut.count) if cut.outer > 1 else self.profile.empty_op_s
+            for n, cut in pairs
+            if cut is not None
         )
         return self.op(node, cuts, result) + slices
 
@@ -137,7 +134,7 @@ class RingPrices:
         """An op of profiles in the groups of a start: the processor's own work in it (sums, copies, the launch of a
         start and a wait: as in simulate.tasks), and its slowdown of compute beside it."""
         profile, where = self.profile, self.program.group_of(start)
-        launches, seconds = 2 * self.launch, profile.seconds(op, *where, num_bytes)
+        launches, seconds = 2 * self.profile.empty_op_s, profile.seconds(op, *where, num_bytes)
         levels = frozenset(level for level, _ in profile.usage(op, *where))
         host = profile.host_seconds(op, *where, seconds) + launches
         return MessageCost(seconds + launches, host, profile.compute_slowdown(levels))

@@ -64,11 +64,6 @@ class _Results:
         return self.write.call(local_ops.sum_parts, parts, numbers, self.wide, like=consumer)
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The default dtype in which sums are accumulated: float32 for half precision."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 def rewrite_gather(
     write: ChunkWriter,
     start: fx.Node,

@@ -14,7 +14,7 @@ from meshweave.chunks.writer import ChunkWriter, Ring, RingKind, ring_of
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.collectives import ALL_TO_ALL
 from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.graph import origin_of, place_of
+from meshweave.ir.graph import origin_of, place_of, wide_dtype
 from meshweave.ir.rank import operands_of
 from meshweave.problem.prices import ProfilePrices
 from meshweave.problem.read import read
@@ -25,7 +25,7 @@ from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.price import Estimate, Kernels, RingPrices, exchange_estimate, gather_estimate, reduce_estimate
 from meshweave.rings.proof import prove_rings
 from meshweave.rings.report import DecomposeReport, RingRow, gain_text, joined_reasons, no_gain_text, shared_row
-from meshweave.rings.rewrite import RingScheme, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of, wide_dtype
+from meshweave.rings.rewrite import RingScheme, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of
 from meshweave.rings.share import Shared, share_gathers
 
 

@@ -43,7 +43,7 @@ def in_blocks(step: StepGraph, num_blocks: int) -> StepGraph:
     chunked = _in_contiguous_blocks(graph, dict.fromkeys(rows, cut)) if rows else None
     if chunked is None or not any(node.target in BY_ROWS for node in chunked.rules):
         return step
-    return verify_step(replace(step, graph=_Writer(graph, chunked, num_blocks).run()))
+    return verify_step(replace(step, graph=_BlockWriter(graph, chunked, num_blocks).run()))
 
 
 def _in_contiguous_blocks(graph: fx.Graph, seeds: Mapping[fx.Node, Cut]) -> Regions:
@@ -67,7 +67,7 @@ def _why_whole(cut: Cut) -> str:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _BlockWriter:
     """Writes the graph with rows in blocks. Only ops that use positions of rows, or their number, are replaced."""
 
     old: fx.Graph
@@ -108,21 +108,21 @@ class _Writer:
         return self.chunked.cuts.get(node)
 
 
-def _sort(writer: _Writer, node: fx.Node) -> fx.Node | None:
+def _sort(writer: _BlockWriter, node: fx.Node) -> fx.Node | None:
     (x,) = tensor_inputs(node)
     if len(spec_of(x).shape) != 1:  # each row by itself
         return None
     return writer.call(node, ours.block_sort.default, writer.value(x), writer.num_blocks, is_descending(node))
 
 
-def _lookup(writer: _Writer, node: fx.Node) -> fx.Node | None:
+def _lookup(writer: _BlockWriter, node: fx.Node) -> fx.Node | None:
     at = _places(writer, node)
     if at is None:
         return None
     return writer.call(node, ours.block_index.default, writer.value(tensor_inputs(node)[0]), at, writer.num_blocks)
 
 
-def _put(writer: _Writer, node: fx.Node) -> fx.Node | None:
+def _put(writer: _BlockWriter, node: fx.Node) -> fx.Node | None:
     at, args = _places(writer, node), node.args
     if at is None:
         return None
@@ -131,24 +131,24 @@ def _put(writer: _Writer, node: fx.Node) -> fx.Node | None:
     return writer.call(node, ours.block_put.default, into, at, values, is_added, writer.num_blocks)
 
 
-def _places(writer: _Writer, node: fx.Node) -> fx.Node | None:
+def _places(writer: _BlockWriter, node: fx.Node) -> fx.Node | None:
     """The index along dim 0, if it consists of positions of rows of the same block."""
     at = row_index(node)
     cut = writer.cut(at) if at is not None else None
     return writer.value(at) if at is not None and isinstance(cut, Sorted) and cut.into is not None else None
 
 
-def _histogram(writer: _Writer, node: fx.Node) -> fx.Node:
+def _histogram(writer: _BlockWriter, node: fx.Node) -> fx.Node:
     return _counted(writer, node, tensor_inputs(node)[0])
 
 
-def _sum(writer: _Writer, node: fx.Node) -> fx.Node:
+def _sum(writer: _BlockWriter, node: fx.Node) -> fx.Node:
     """The sum over rows of whether they equal 0, 1, ..."""
     equal: Any = node.args[0]
     return _counted(writer, node, equal.args[0])
 
 
-def _counted(writer: _Writer, node: fx.Node, ids: fx.Node) -> fx.Node:
+def _counted(writer: _BlockWriter, node: fx.Node, ids: fx.Node) -> fx.Node:
     spec, blocks = spec_of(node), writer.num_blocks
     (num_ids,) = spec.shape
     rows = Spec((spec_of(ids).num_elements,), spec_of(ids).dtype)
@@ -160,7 +160,7 @@ def _counted(writer: _Writer, node: fx.Node, ids: fx.Node) -> fx.Node:
     return writer.call(node, aten._to_copy.default, new, spec=Spec(counts.shape, spec.dtype), dtype=spec.dtype)
 
 
-def _same_counts(writer: _Writer, node: fx.Node) -> fx.Node:
+def _same_counts(writer: _BlockWriter, node: fx.Node) -> fx.Node:
     """A cast, or a running sum, of the counts of each block."""
     (of,), spec, rest = tensor_inputs(node), spec_of(node), node.args[1:]
     if node.target is aten.cumsum.default:
@@ -169,18 +169,18 @@ def _same_counts(writer: _Writer, node: fx.Node) -> fx.Node:
     return writer.call(node, node.target, writer.counts[of], *rest, spec=spec, **node.kwargs)
 
 
-def _by_expert(writer: _Writer, node: fx.Node) -> fx.Node:
+def _by_expert(writer: _BlockWriter, node: fx.Node) -> fx.Node:
     *operands, ends = tensor_inputs(node)
     return writer.call(node, node.target, *map(writer.value, operands), writer.counts[ends])
 
 
-_OF_ROWS: Mapping[Any, Callable[[_Writer, fx.Node], fx.Node | None]] = {
+_OF_ROWS: Mapping[Any, Callable[[_BlockWriter, fx.Node], fx.Node | None]] = {
     **dict.fromkeys((aten.sort.default, aten.sort.stable), _sort),
     **dict.fromkeys((aten.index.Tensor, aten.index_select.default), _lookup),
     **dict.fromkeys((aten.index_put.default, aten._unsafe_index_put.default), _put),
     **dict.fromkeys((ours.grouped_mm.default, ours.grouped_outer.default), _by_expert),
 }
-_OF_COUNTS: Mapping[Any, Callable[[_Writer, fx.Node], fx.Node]] = {
+_OF_COUNTS: Mapping[Any, Callable[[_BlockWriter, fx.Node], fx.Node]] = {
     aten.histc.default: _histogram,
     aten.sum.dim_IntList: _sum,
     **dict.fromkeys((aten.cumsum.default, *CASTS), _same_counts),

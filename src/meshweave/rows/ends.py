@@ -49,7 +49,7 @@ class _Numbers:
     """Value numbering of what a step computes from numbers and constants alone."""
 
     def __init__(self, step: StepGraph) -> None:
-        items = zip(step.placeholders, step.inputs, strict=True)
+        items = step.sources.items()
         self.constants = {n: step.constants[item.name] for n, item in items if item.kind == "constant"}
         self.expressions: dict[Hashable, int] = {}
         self.known: dict[fx.Node, int | None] = {}

@@ -19,7 +19,7 @@ from torch import fx
 from meshweave.chunks.cut import Cut, NoCut, Shape
 from meshweave.ir.collectives import WAIT, communicates
 from meshweave.ir.graph import argument, is_descending, row_index, spec_of, tensor_inputs
-from meshweave.ir.traits import CASTS, RANK_CHANGES, RESHAPES
+from meshweave.ir.traits import CASTS, IDENTITIES, RANK_CHANGES, RESHAPES
 from meshweave.rows.row_rule import End, RowRule
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ ours = torch.ops.meshweave
 _SORTS = (aten.sort.default, aten.sort.stable)
 # ops whose second result is never negative
 _INDICES = frozenset({*_SORTS, aten.topk.default, aten.max.dim, aten.min.dim})
-_SAME_VALUES = frozenset({*CASTS, *RESHAPES, *RANK_CHANGES, aten.clone.default, aten.alias.default})
+_SAME_VALUES = CASTS | RESHAPES | RANK_CHANGES | IDENTITIES
 _EXACT = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})  # any number of rows
 Order = fx.Node | None  # the sort that has produced the order, or the order of the value that is cut
 

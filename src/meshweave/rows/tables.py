@@ -34,9 +34,7 @@ def by_expert(step: StepGraph, tables: Collection[str]) -> StepGraph:
     if not tables or not any(n.target in BY_ROWS for n in step.graph.nodes):
         return step
     graph = copied_graph(step.graph)
-    names = {
-        n: i.name for n, i in zip(graph.find_nodes(op="placeholder"), step.inputs, strict=True) if i.kind == "param"
-    }
+    names = {n: i.name for n, i in replace(step, graph=graph).sources.items() if i.kind == "param"}
     ends = {n.args[-1]: counted_before(n.args[-1]) for n in graph.nodes if n.target in BY_ROWS}
     known = {(numbers_of(ids), spec_of(e).shape[0]): e for e, ids in reversed(ends.items()) if ids is not None}
     looked_up: set[fx.Node] = set()
@@ -79,7 +77,7 @@ def _lookup(node: fx.Node, ends: fx.Node) -> fx.Node:
     spec, table = spec_of(node), node.args[0]
     count, width = spec_of(table).shape[0], prod(spec.shape[1:])  # type: ignore[arg-type]
     weight = _call(node, aten.view.default, (table, [count, 1, width]), (count, 1, width))
-    rows = _call(node, ours.grouped_mm.default, (_ones(node, spec.shape[0]), weight, ends), (spec.shape[0], width))
+    rows = _call(node, ours.grouped_mm.default, (_unit_rows(node, spec.shape[0]), weight, ends), (spec.shape[0], width))
     return _call(node, aten.view.default, (rows, list(spec.shape)), spec.shape)
 
 
@@ -88,11 +86,11 @@ def _sum(node: fx.Node, ends: fx.Node) -> fx.Node:
     spec, values = spec_of(node), node.args[2]
     rows, count, width = spec_of(values).shape[0], spec.shape[0], prod(spec.shape[1:])  # type: ignore[arg-type]
     flat = _call(node, aten.view.default, (values, [rows, width]), (rows, width))
-    sums = _call(node, ours.grouped_outer.default, (_ones(node, rows), flat, ends), (count, 1, width))
+    sums = _call(node, ours.grouped_outer.default, (_unit_rows(node, rows), flat, ends), (count, 1, width))
     return _call(node, aten.view.default, (sums, list(spec.shape)), spec.shape)
 
 
-def _ones(like: fx.Node, rows: int) -> fx.Node:
+def _unit_rows(like: fx.Node, rows: int) -> fx.Node:
     return _call(like, aten.full.default, ([rows, 1], 1), (rows, 1), dtype=spec_of(like).dtype)
 
 

@@ -23,7 +23,7 @@ class Background:
     gloo/transport/tcp/unbound_buffer.cc), so it cannot be watched like a collective."""
 
     def __init__(self) -> None:
-        self._pool = _Pool()
+        self._pool = _IdleThreads()
         finalize(self, self._pool.close)
 
     def add(self, post: Callable[[], Sequence[Any]], num_bytes: int) -> Job:
@@ -48,7 +48,7 @@ class Background:
             thread.join(max(0.0, end - time.monotonic()))
 
 
-class _Pool:
+class _IdleThreads:
     """Threads that are started when none is idle."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class Carries:
 
     def __init__(self, roles: Sequence[RankGraph], world: World) -> None:
         """Every process of the world constructs it together."""
-        self._made: list[dict[str, Tensor]] | None = None
+        self._values: list[dict[str, Tensor]] | None = None
         self._sources: list[tuple[Tensor, int, Tensor]] = []  # piece, version, fingerprint of its bytes
         self._world = world
         self._names = dict.fromkeys(name for role in roles for kind, name in role.outputs if kind == "carry")
@@ -45,11 +45,11 @@ class Carries:
         """The values of every local device, gathered first if missing. All processes call it."""
         if not self._names:
             return [{} for _ in self._world.devices]
-        if on_any(self._world, self._made is None or not self._is_fresh(state)):
+        if on_any(self._world, self._values is None or not self._is_fresh(state)):
             self.drop()
             self._hold(state, self._gathered(state))
-        assert self._made is not None, "held right above"
-        return self._made
+        assert self._values is not None, "held right above"
+        return self._values
 
     def keep(self, state: State, ranks: Sequence[Compiled], envs: Sequence[Env]) -> None:
         """Store the values that an update has gathered from the new parameters."""
@@ -58,10 +58,10 @@ class Carries:
 
     def drop(self) -> None:
         """Drop the values. They live on while a step uses them."""
-        self._made, self._sources = None, []
+        self._values, self._sources = None, []
 
     def _hold(self, state: State, gathered: list[dict[str, Tensor]]) -> None:
-        self._made = gathered
+        self._values = gathered
         self._sources = [(piece, version_of(piece), fingerprint(piece)) for piece in self._parameters(state)]
 
     def _parameters(self, state: State) -> list[Tensor]:

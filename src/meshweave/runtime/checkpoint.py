@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from meshweave.errors import CheckpointError, MeshweaveError
 from meshweave.interop.checkpoints import PieceReader, StorageInfo
+from meshweave.interop.process_groups import is_in_job
 from meshweave.ir.graph import Spec
 from meshweave.runtime.checkpoint_files import NOT_WRITTEN, Info, finish, leftovers, prepare
 from meshweave.runtime.checkpoint_files import errors as file_errors
@@ -77,7 +78,7 @@ def save(
             storage_writer=writer,
             planner=_SavePlanner(),
             process_group=process_group,
-            no_dist=not _is_distributed(),
+            no_dist=not is_in_job(),
         )
 
 
@@ -97,7 +98,7 @@ def async_save(
     writer = _begin(
         path, info, process_group, lambda: copies.update({name: view.copy() for name, view in tensors.items()})
     )
-    if not _is_distributed():
+    if not is_in_job():
         warnings.filterwarnings("ignore", message=_ALONE)  # the thread must not change the warning filters temporarily
     with writer.errors():
         upload = dcp_async_save(
@@ -105,7 +106,7 @@ def async_save(
             storage_writer=writer,
             planner=_SavePlanner(),
             process_group=process_group,
-            no_dist=not _is_distributed(),
+            no_dist=not is_in_job(),
         )
     assert isinstance(upload, Future)
     done: Future[None] = Future()
@@ -146,7 +147,7 @@ def load(
     Raises CheckpointError, on every process, when there is no checkpoint, when it is damaged, of another model or of an
     unknown version; then `wanted` is unchanged, unless a data file turned out to be damaged during the read.
     """
-    rank = dist.get_rank(process_group) if _is_distributed() else 0
+    rank = dist.get_rank(process_group) if is_in_job() else 0
     return _together(lambda: _load(Path(os.path.realpath(path)), wanted), process_group)[rank]
 
 
@@ -162,10 +163,6 @@ def saved_specs(path: str | os.PathLike[str]) -> dict[str, Spec]:
 # Several processes.
 
 
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 @contextmanager
 def _alone_is_fine() -> Iterator[None]:
     with warnings.catch_warnings():
@@ -175,7 +172,7 @@ def _alone_is_fine() -> Iterator[None]:
 
 def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """Do `work` on every process and return all results. A failure on any process is a failure on all."""
-    if not _is_distributed():
+    if not is_in_job():
         return [work()]
     error: BaseException | None = None
     outcome: tuple[T | None, str] = (None, "")
@@ -252,7 +249,7 @@ def _begin(
 ) -> _PieceWriter:
     """Create the directory to write into, and do `work`, on every process or on none."""
     target = Path(os.path.realpath(path))
-    is_first = not _is_distributed() or dist.get_rank(group) == 0
+    is_first = not is_in_job() or dist.get_rank(group) == 0
 
     def begin() -> Path | None:
         if work is not None:

@@ -15,7 +15,7 @@ from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, local_values
-from meshweave.runtime.meter import classify
+from meshweave.runtime.kinds import classify
 from meshweave.runtime.tracing import DeviceTrace, Event
 from meshweave.simulate.classify import operand_values, work_of
 from meshweave.simulate.exposure import covered
@@ -190,11 +190,9 @@ class _Role:
         for change in self.trace.changes[:count]:
             alive[change.name] = alive.get(change.name, 0) + change.bytes
         kinds = classify(self.role)
-        sources = [n for n in self.role.graph.nodes if n.op == "placeholder"]
-        kinds_of = (("gathered" if i.kind == "carry" else i.kind) for i in self.role.inputs)
-        inputs = dict(zip(sources, kinds_of, strict=True))
+        inputs = {n: "gathered" if i.kind == "carry" else i.kind for n, i in self.role.sources.items()}
         largest = sorted((-size, name) for name, size in alive.items() if size > 0)[:_NUM_AT_PEAK]
-        tensors = [_held(self.nodes[name], -size, inputs, kinds) for size, name in largest]
+        tensors = [_live_tensor(self.nodes[name], -size, inputs, kinds) for size, name in largest]
         return tuple(sorted(curve.items())), peak, peak_at, tuple(tensors)
 
 
@@ -214,7 +212,7 @@ def _queued(events: Sequence[Event], nodes: Mapping[str, fx.Node]) -> list[Event
     return sorted(queued, key=lambda event: (event.begin, event.end, event.name))
 
 
-def _held(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], kinds: Mapping[fx.Node, str]) -> LiveTensor:
+def _live_tensor(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], kinds: Mapping[fx.Node, str]) -> LiveTensor:
     origin = origin_of(node)
     crosses = origin.phase in ("forward", "loss") and any(origin_of(u).phase == "backward" for u in node.users)
     kind = inputs.get(node) or kinds.get(node) or ("activation" if crosses else "temporary")

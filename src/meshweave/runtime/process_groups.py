@@ -78,7 +78,7 @@ class ClusterCommunicator:
     num_waited: int = 0
     open: set[Pending] = field(default_factory=set)
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
-    _made: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _process_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _messages: dict[dist.ProcessGroup, Messages] = field(default_factory=dict)
     _background: Background = field(default_factory=Background)
 
@@ -104,18 +104,20 @@ class ClusterCommunicator:
 
     @property
     def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return tuple(self._made.values())
+        return tuple(self._process_groups.values())
 
     def _make(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         groups = mesh.groups(axes)
         # Every rank calls new_group for every group, in the same order: torch names groups by counting the calls.
         for ranks in sorted(tuple(sorted(g)) for g in groups if len(g) > 1):
-            if ranks not in self._made:
-                self._made[ranks] = dist.new_group(list(ranks), timeout=self.timeout, group_desc=",".join(axes))
+            if ranks not in self._process_groups:
+                self._process_groups[ranks] = dist.new_group(
+                    list(ranks), timeout=self.timeout, group_desc=",".join(axes)
+                )
         members = next((g for g in groups if self.rank in g), (self.rank,))
         ranks = tuple(sorted(members))
         order = tuple(ranks.index(r) for r in members)
-        process_group = self._made.get(ranks)
+        process_group = self._process_groups.get(ranks)
         if process_group is None or self.is_native:
             return Group(process_group, order, ranks == members)
         messages = self._messages.setdefault(process_group, Messages(process_group, self._background))
@@ -273,7 +275,7 @@ class ClusterCommunicator:
         slow rank does not send, and a thread that is waiting then aborts the process."""
         if self.is_native:
             return
-        for group in (*self._made.values(), *([default_group()] if is_end and dist.is_initialized() else [])):
+        for group in (*self._process_groups.values(), *([default_group()] if is_end and dist.is_initialized() else [])):
             break_connections(group)
         self.open.clear()
         self._background.join(_RELEASED)

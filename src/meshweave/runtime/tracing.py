@@ -83,7 +83,7 @@ class HostClock:
     """The host's monotonic clock. Gloo works report their end on a thread of their own."""
 
     def __init__(self) -> None:
-        self._asked, self._told = 0, list[int]()
+        self._asked, self._ends = 0, list[int]()
 
     def mark(self) -> Mark:
         return time.perf_counter_ns()
@@ -92,7 +92,7 @@ class HostClock:
         def tell(_: Any) -> None:
             now = time.perf_counter_ns()
             into.append(now)
-            self._told.append(now)
+            self._ends.append(now)
 
         self._asked += 1
         work.get_future().add_done_callback(tell)
@@ -100,7 +100,7 @@ class HostClock:
     def settle(self) -> None:
         """The wait for a work and the report of its end happen on two threads: the second may be late."""
         end = time.monotonic() + _PATIENCE_SECONDS
-        while len(self._told) < self._asked and time.monotonic() < end:
+        while len(self._ends) < self._asked and time.monotonic() < end:
             time.sleep(1e-3)
 
     def seconds(self, mark: Mark) -> float:
@@ -165,16 +165,16 @@ class Recorder:
     of a cluster."""
 
     clock: Clock
-    num_held: int
+    num_local_devices: int
     posted: list[list[Mark]] = field(default_factory=list)
     _tasks: list[list[tuple[Task, Mark, Mark]]] = field(init=False)
     _copies: list[list[_Communication]] = field(init=False)
     _values: list[list[tuple[fx.Node, Mark, tuple[tuple[int, int], ...] | None]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tasks = [[] for _ in range(self.num_held)]
-        self._copies = [[] for _ in range(self.num_held)]
-        self._values = [[] for _ in range(self.num_held)]
+        self._tasks = [[] for _ in range(self.num_local_devices)]
+        self._copies = [[] for _ in range(self.num_local_devices)]
+        self._values = [[] for _ in range(self.num_local_devices)]
 
     def mark(self) -> Mark:
         return self.clock.mark()

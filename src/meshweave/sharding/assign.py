@@ -210,7 +210,7 @@ def candidates(
     operand. `wanted` are layouts in which the first result is needed: they propose shardings, too."""
     axes = [a for a, size in zip(mesh.axis_names, mesh.shape, strict=True) if size > 1]
     choices = [_with_wanted(rule, axis, proposals(rule, axis, layouts), wanted) for axis in axes]
-    order = _held_order(axes, layouts)
+    order = _order_of_layouts(axes, layouts)
     for combination in product(*choices):
         roles = dict(zip(axes, combination, strict=True))
         if _agree(roles.values()) and _has_whole_blocks(rule, mesh, roles):
@@ -238,7 +238,7 @@ def _has_whole_blocks(rule: Rule, mesh: Mesh, roles: Mapping[str, Role]) -> bool
     return parts == 1 or rule.sizes[rule.block] % parts == 0
 
 
-def _held_order(axes: Sequence[str], layouts_of: Sequence[Sequence[Layout]]) -> list[str]:
+def _order_of_layouts(axes: Sequence[str], layouts_of: Sequence[Sequence[Layout]]) -> list[str]:
     order: list[str] = []
     for layouts in layouts_of:
         for layout in layouts[:1]:

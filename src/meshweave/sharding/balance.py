@@ -120,7 +120,7 @@ class _BalanceWriter:
     current: fx.Node | None = None
 
     def run(self) -> StepGraph:
-        for node, item in zip(self.step.placeholders, self.step.inputs, strict=True):
+        for node, item in self.step.sources.items():
             new = copy_meta(node, self.graph.placeholder(node.name))
             self.versions[node] = {_NATURAL: new}
             self.usual[node] = frozenset({1}) if has_sequence(item, self.size, self.length) else _NATURAL

@@ -33,7 +33,7 @@ def decide(
     """
     stored: dict[tuple[str, str], Layout] = {}
     used: dict[str, Layout] = {}
-    at = {(i.kind, i.name): homes[n] for n, i in zip(step.placeholders, step.inputs, strict=True)}
+    at = {(i.kind, i.name): homes[n] for n, i in step.sources.items()}
     for item in (i for i in step.inputs if i.kind == "param"):
         layout = _used_layout(resolved, item, at["param", item.name], units.get(item.name, ()))
         used[item.name] = layout.normalized(item.spec.shape)
@@ -115,7 +115,7 @@ def infer_units(step: StepGraph) -> dict[str, tuple[int, ...]]:
             changed |= _carry(rule, values, units)
         if not changed:
             break
-    names = {n: i for n, i in zip(step.placeholders, step.inputs, strict=True) if i.kind == "param"}
+    names = {n: i for n, i in step.sources.items() if i.kind == "param"}
     return {item.name: tuple(units[node]) for node, item in names.items()}
 
 

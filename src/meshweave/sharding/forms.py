@@ -50,12 +50,12 @@ class Forms:
     random: dict[fx.Node, bool] = field(default_factory=dict)
     of_parameter: dict[fx.Node, bool] = field(default_factory=dict)
 
-    def is_made_on_demand(self, node: fx.Node) -> bool:
+    def is_created_on_demand(self, node: fx.Node) -> bool:
         """Whether a value has no tensor inputs, or is pointwise of such values and scalars: any piece of it can be
         computed alone."""
         if node not in self.on_demand:
-            is_made = node.target in FACTORIES or node.target in RANDOM or self._spreads(node)
-            self.on_demand[node] = is_made and node not in self.placed_once
+            is_created = node.target in FACTORIES or node.target in RANDOM or self._spreads(node)
+            self.on_demand[node] = is_created and node not in self.placed_once
         return self.on_demand[node]
 
     def _spreads(self, node: fx.Node) -> bool:
@@ -63,12 +63,12 @@ class Forms:
         spreads = node.target in _VIEWS_AND_CASTS or is_pointwise(node.target)
         if not spreads or not isinstance(spec, Spec) or spec.num_elements < 2:
             return False
-        return all(self.is_made_on_demand(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
+        return all(self.is_created_on_demand(n) or spec_of(n).num_elements == 1 for n in tensor_inputs(node))
 
     def is_random(self, node: fx.Node) -> bool:
         """Whether an on-demand value depends on random numbers: drawing them again costs more than keeping them."""
         if node not in self.random:
-            operands = tensor_inputs(node) if self.is_made_on_demand(node) else []
+            operands = tensor_inputs(node) if self.is_created_on_demand(node) else []
             self.random[node] = node.target in RANDOM or any(self.is_random(n) for n in operands)
         return self.random[node]
 

@@ -121,13 +121,13 @@ class _Mapper:
         return self.homes[min(users, key=self.order.__getitem__)] if users else None
 
     def _place_parameters(self) -> None:
-        for node, item in zip(self.step.placeholders, self.step.inputs, strict=True):
+        for node, item in self.step.sources.items():
             if item.kind in ("param", "buffer"):
                 ahead = [u for u in self._uses(node) if origin_of(u).phase in ("forward", "loss")]
                 users = [u for u in ahead if u in self.homes or not _is_left(u)]
                 home = self.homes.get(min(users, key=self.order.__getitem__), self.mesh) if users else self.mesh
                 self.params[item.name] = self.homes[node] = home
-        for node, item in zip(self.step.placeholders, self.step.inputs, strict=True):
+        for node, item in self.step.sources.items():
             if item.kind in ("state", "acc"):
                 self.homes[node] = self.params[item.name.partition("/")[2] if item.kind == "state" else item.name]
 
@@ -162,7 +162,7 @@ class _Mapper:
         last, user = node, next(iter(node.users), None)
         while user is not None and (user.target is aten.add.Tensor or _scales(user)):
             last, user = user, next(iter(user.users), None)
-        outputs = zip(self.step.outputs, self.step.output_values, strict=True)
+        outputs = self.step.results.items()
         name = next((name for (_, name), value in outputs if value is last), None)
         if name is not None:
             return self.params.get(name)

@@ -46,7 +46,7 @@ ROUND_PARTS = torch.ops.meshweave.round_parts.default
 
 # Factor on the price of moving a parameter away from the layout that the plan uses it in, a value away from its
 # operator's layout, or a part of a sum that is cast before the sum: such layouts are kept wherever possible.
-SAID_WEIGHT = 100.0
+PINNED_WEIGHT = 100.0
 
 
 @dataclass(slots=True)
@@ -74,8 +74,8 @@ class _Placer:
     line: str = ""  # source of the op being placed: a moved input is attributed to this line
 
     def run(self) -> StepGraph:
-        self.items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
-        outputs = list(zip(self.step.outputs, self.step.output_values, strict=True))
+        self.items = self.step.sources
+        outputs = self.step.results.items()
         self.ends = ends_by_key(self.step)
         self.forms = Forms(self.items, frozenset(self.ends.values()))
         self.sums = Sums(self.step, self.placement.accumulate_in)
@@ -122,7 +122,7 @@ class _Placer:
             self._item(node)
         elif node.target is PIN:
             self._pin(node)
-        elif not self.forms.is_made_on_demand(node) and not self.forms.is_of_parameter(node):
+        elif not self.forms.is_created_on_demand(node) and not self.forms.is_of_parameter(node):
             self._op(node)  # these are computed where they are needed, in the layout needed
 
     # parameters, their casts and views
@@ -182,8 +182,8 @@ class _Placer:
         wanted = wanted.normalized(spec_of(node).shape)
         if wanted.owned:
             return self._owned(node, wanted, phase)
-        if self.forms.is_made_on_demand(node):
-            return self._made(node, wanted, phase).node
+        if self.forms.is_created_on_demand(node):
+            return self._created(node, wanted, phase).node
         if self._is_view_abroad(node, wanted, phase) and (moved := self._viewed_abroad(node, wanted, phase)):
             return moved.node
         copies = self.copies_in(node, phase)
@@ -200,7 +200,7 @@ class _Placer:
 
     def _owned(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
         """The value with owned rows: an existing copy, or its whole rows narrowed to owned rows."""
-        known = [] if self.forms.is_made_on_demand(node) else self.copies_in(node, phase)
+        known = [] if self.forms.is_created_on_demand(node) else self.copies_in(node, phase)
         for copy in (*known, *self.copies.get(node, ())):
             if copy.layout == wanted and (copy in known or copy.phase == phase):
                 return copy.node
@@ -239,7 +239,7 @@ class _Placer:
             self.abroad[key] = self._copy(node, [value], wanted, phase, option)
         return self.abroad[key]
 
-    def _made(self, node: fx.Node, wanted: Layout, phase: str) -> Copy:
+    def _created(self, node: fx.Node, wanted: Layout, phase: str) -> Copy:
         """A value computed on demand in the layout needed: nothing moves, except to make it partial. It is recomputed
         in each phase; random values are shared by forward and backward, because drawing them again costs more."""
         operands = tensor_inputs(node)
@@ -286,7 +286,7 @@ class _Placer:
         fixed = map_nodes(node, lambda n: None)
         # A summand of gradients has the layout of its operands; it is moved in the last microbatch.
         wanted = operands[0].layouts if node in self.sums.operands else tuple(due for due, _ in self.due.get(node, ()))
-        proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_made_on_demand, self._layout_of)
+        proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_created_on_demand, self._layout_of)
         if not wanted:
             proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
         named = key_of(node) if node.target in BY_ROWS else ""
@@ -304,9 +304,9 @@ class _Placer:
         phase = phase_of(node)
         self.line = origin_of(node).source
         operands, mesh = tensor_inputs(node), self.placement.homes[node]
-        described = [self._held(n, phase, mesh) for n in operands]
+        described = [self._operand(n, phase, mesh) for n in operands]
         if node.target is ROUND_PARTS:
-            described = [replace(h, weight=SAID_WEIGHT) for h in described]
+            described = [replace(h, weight=PINNED_WEIGHT) for h in described]
         try:
             option = self._choose(node, described, mesh)
         except RuleError as error:
@@ -334,23 +334,23 @@ class _Placer:
         """Give an accumulated gradient its layout as soon as that of the microbatch's gradient is known, and start the
         move of this microbatch's gradient to it."""
         stored = self.copies[so_far][0]
-        if not self.forms.is_made_on_demand(gradient):
+        if not self.forms.is_created_on_demand(gradient):
             shape = spec_of(so_far).shape
             layout = self.sums.layout(self.copies_in(gradient, "backward")[0].layout, stored.layout, shape)
             stored.layout = stored.node.meta["layout"] = layout.normalized(shape)
             self.fetch(gradient, stored.layout, "backward")
 
-    def _held(self, node: fx.Node, phase: str, mesh: Mesh) -> Operand:
+    def _operand(self, node: fx.Node, phase: str, mesh: Mesh) -> Operand:
         """A value as an op on `mesh` sees it: in its layouts on that mesh, else as it would arrive from another."""
         spec = spec_of(node)
-        if self.forms.is_made_on_demand(node):
+        if self.forms.is_created_on_demand(node):
             return Operand(spec, (Layout.replicated(mesh, len(spec.shape)),), 0.0)
         copies = self.copies_in(node, phase)
         here = [c.layout for c in copies if c.layout.mesh == mesh]
         here += [layout.owned_as_parts() for layout in here if layout.owned]
         layouts = tuple(dict.fromkeys(here or [translate(copies[0].layout, mesh).normalized(spec.shape)]))
-        is_said = bool(self.pinned.of(node)) or (self.forms.is_of_parameter(node) and phase != "update")
-        return Operand(spec, layouts, SAID_WEIGHT if is_said else 1.0, len(node.users))
+        is_pinned = bool(self.pinned.of(node)) or (self.forms.is_of_parameter(node) and phase != "update")
+        return Operand(spec, layouts, PINNED_WEIGHT if is_pinned else 1.0, len(node.users))
 
     def _item(self, node: fx.Node) -> None:
         source, layouts = self.tuples[node.args[0]]  # type: ignore[index]
@@ -371,8 +371,8 @@ class _Placer:
         pin, phase, spec = Pin.parse(str(text)), phase_of(node), spec_of(node)
         self.line = origin_of(node).source
         whole = Layout.replicated(self.placement.mesh, len(spec.shape))
-        is_made = self.forms.is_made_on_demand(value)
-        source = self._made(value, whole, phase) if is_made else self.copies_in(value, phase)[0]
+        is_created = self.forms.is_created_on_demand(value)
+        source = self._created(value, whole, phase) if is_created else self.copies_in(value, phase)[0]
         layout = source.layout if pin.mesh is not None else translate(source.layout, self.placement.homes[node])
         source_layout = target = layout.without_owned()
         if not pin.is_operator:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.interop.ops import aten_ops
 from meshweave.ir import ops  # noqa: F401  (defines meshweave::attention)
 from meshweave.ir.graph import Spec, argument, named_argument, spec_of, tensor_inputs
 from meshweave.sharding import rules_linalg, rules_rows, rules_vision  # noqa: F401  (fill the table)
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
-from meshweave.sharding.registry import add, pointwise, result_specs
+from meshweave.sharding.registry import RuleFunction, add, pointwise, result_specs
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -49,38 +50,19 @@ add(aten._to_copy.default, _cast)
 add(ours.round_parts.default, _FIRST)
 add(aten.where.self, partial(pointwise, linear=sums({1, 2})))
 add(
-    [
-        aten.gelu_backward.default,
-        aten.silu_backward.default,
-        aten.threshold_backward.default,
-        aten.tanh_backward.default,
-        aten.sigmoid_backward.default,
-        aten.hardtanh_backward.default,
-        aten.leaky_relu_backward.default,
-        aten.mish_backward.default,
-        aten.log_sigmoid_backward.default,
-        aten.logit_backward.default,
-        aten.hardshrink_backward.default,
-        aten._conj.default,
-        aten._neg_view.default,
-        aten.softshrink_backward.default,
-    ],
+    aten_ops(
+        "gelu_backward silu_backward threshold_backward tanh_backward sigmoid_backward hardtanh_backward "
+        "leaky_relu_backward mish_backward log_sigmoid_backward logit_backward hardshrink_backward _conj _neg_view "
+        "softshrink_backward"
+    ),
     _FIRST,
 )
 # Pointwise ops that torch does not tag as such, or not in all versions from 2.11 on.
 add(
-    [
-        aten.hardswish.default,
-        aten.leaky_relu.default,
-        aten.where.ScalarSelf,
-        aten.where.ScalarOther,
-        aten.where.Scalar,
-        aten.fill.Scalar,
-        aten.floor_divide.default,
-        aten._prelu_kernel.default,
-        aten.polar.default,
-        aten.complex.default,
-    ],
+    aten_ops(
+        "hardswish leaky_relu where.ScalarSelf where.ScalarOther where.Scalar fill.Scalar floor_divide _prelu_kernel "
+        "polar complex"
+    ),
     pointwise,
 )
 
@@ -174,28 +156,20 @@ def _along_dim(node: fx.Node, dim: int, linear: tuple[Linear, ...] = ()) -> Rule
     return build.rule(operands, [build.dims_from(s.shape, known) for s in result_specs(node)], linear)
 
 
-def _softmax(node: fx.Node) -> Rule:
-    return _along_dim(node, argument(node, 1))
-
-
-def _softmax_backward(node: fx.Node) -> Rule:
-    return _along_dim(node, argument(node, 2), sums({0}))
+def _along(position: int, *default: int, linear: tuple[Linear, ...] = ()) -> RuleFunction:
+    """`_along_dim`, along the dim that is the argument at `position`."""
+    return lambda node: _along_dim(node, argument(node, position, *default), linear)
 
 
 def _scan(node: fx.Node) -> Rule:
     return _along_dim(node, named_argument(node, "dim", -1))
 
 
-def _linear_scan(node: fx.Node) -> Rule:
-    return _along_dim(node, argument(node, 1), sums({0}))
-
-
-def _top(node: fx.Node) -> Rule:
-    return _along_dim(node, argument(node, 2, -1))
-
-
-add(aten._softmax.default, _softmax)
-add(aten._softmax_backward_data.default, _softmax_backward)
+add(aten._softmax.default, _along(1))
+add(aten._softmax_backward_data.default, _along(2, linear=sums({0})))
+add(aten.cumsum.default, _along(1, linear=sums({0})))
+add(aten.topk.default, _along(2, -1))
+add(aten_ops("logcumsumexp cumprod sort sort.stable cummax cummin"), _scan)
 
 
 def _distances(node: fx.Node) -> Rule:
@@ -229,10 +203,6 @@ def _spectrum(node: fx.Node) -> Rule:
 add(aten._cdist_forward.default, _distances)
 add(aten._cdist_backward.default, _distances_backward)
 add([aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default], _spectrum, localize="guarded")
-add([aten.logcumsumexp.default, aten.cumprod.default, aten.sort.default, aten.sort.stable, aten.cummax.default], _scan)
-add(aten.cummin.default, _scan)
-add(aten.cumsum.default, _linear_scan)
-add(aten.topk.default, _top)
 
 
 def _heads(build: RuleBuilder, q: Spec, k: Spec) -> tuple[int, tuple[int, ...], int]:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import RuleError
+from meshweave.interop.ops import aten_ops
 from meshweave.ir.graph import argument, op_name, origin_of, spec_of, tensor_inputs
 from meshweave.sharding import rules_index  # noqa: F401  (fills the table)
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, moved, sums
@@ -90,13 +91,8 @@ def _some_whole(node: fx.Node, whole: set[int], linear: tuple[Linear, ...]) -> R
     return build.rule(operands, [build.dims_from(s.shape, known) for s in result_specs(node)], linear)
 
 
-def _segments(node: fx.Node) -> Rule:
-    """Rows (dim 0) are grouped into segments, whose lengths are data; the other dims may be cut."""
-    return _some_whole(node, {0}, ())
-
-
-add(aten.segment_reduce.default, _segments)
-add(aten._segment_reduce_backward.default, _segments)
+# Rows (dim 0) are grouped into segments, whose lengths are data; the other dims may be cut.
+add(aten_ops("segment_reduce _segment_reduce_backward"), partial(_some_whole, whole={0}, linear=()))
 
 
 def _rank(node: fx.Node) -> int:
@@ -149,12 +145,6 @@ def _last_two(node: fx.Node) -> Rule:
     return _some_whole(node, {rank - 1, rank - 2}, sums({0}))
 
 
-def _unfold(node: fx.Node) -> Rule:
-    """Windows along a dim: that dim becomes the index of the window, and a new last dim the contents of each; both are
-    whole."""
-    return _some_whole(node, {argument(node, 1) % _rank(node)}, moved({0}))
-
-
 def _refused(node: fx.Node) -> Rule:
     raise RuleError(
         f"{op_name(node.target)} reads memory by its strides, which a value has only at run time",
@@ -201,35 +191,23 @@ def _whole(node: fx.Node) -> Rule:
     return build.rule(operands, [build.dims_from(s.shape, {}) for s in result_specs(node)])
 
 
-add(aten.unfold.default, _unfold)
 add([aten.diagonal.default, aten.diagonal_copy.default], _diagonal)
 add(aten.diagonal_scatter.default, _diagonal_scatter)
 add(aten.as_strided.default, _refused)
 add([aten.view_as_real.default, aten.view_as_complex.default], partial(_last_whole, linear=sums({0})))
 add(aten.view.dtype, _last_whole)
 add(
-    [
-        aten.masked_scatter.default,
-        aten.masked_scatter_backward.default,
-        aten.histc.default,
-        aten.multi_margin_loss.default,
-        aten.multi_margin_loss_backward.default,
-        aten.multilabel_margin_loss_backward.default,
-        aten._pdist_forward.default,
-        aten._pdist_backward.default,
-        aten._ctc_loss.default,
-        aten._ctc_loss.Tensor,
-        aten._ctc_loss_backward.default,
-        aten._ctc_loss_backward.Tensor,
-        aten._embedding_bag.default,
-        aten._embedding_bag_dense_backward.default,
-        aten._embedding_bag_per_sample_weights_backward.default,
-        aten.index_reduce.default,
-    ],
+    aten_ops(
+        "masked_scatter masked_scatter_backward histc multi_margin_loss multi_margin_loss_backward "
+        "multilabel_margin_loss_backward _pdist_forward _pdist_backward _ctc_loss _ctc_loss.Tensor _ctc_loss_backward "
+        "_ctc_loss_backward.Tensor _embedding_bag _embedding_bag_dense_backward "
+        "_embedding_bag_per_sample_weights_backward index_reduce"
+    ),
     _whole,
 )
 add(ours.ctc_loss.default, "t! n c!, n s!, n, n -> n, t! n c!")
-add(aten.slice.Tensor, _slice)
+# unfold: the dim becomes the index of the window, and a new last dim the contents of each; both are whole.
+add(aten_ops("slice.Tensor unfold"), _slice)
 add(aten.slice_scatter.default, _slice_scatter)
 add(aten.cat.default, _cat)
 add(aten.constant_pad_nd.default, _pad)
@@ -252,18 +230,6 @@ def _reduction(node: fx.Node, op: str, linear: tuple[Linear, ...]) -> Rule:
     return build.rule([operand], [result], linear, {operand[d][0]: op for d in removed})
 
 
-def _sum(node: fx.Node) -> Rule:
-    return _reduction(node, "sum", sums({0}))
-
-
-def _amax(node: fx.Node) -> Rule:
-    return _reduction(node, "max", (Linear(frozenset({0}), frozenset({"max"})),))
-
-
-def _amin(node: fx.Node) -> Rule:
-    return _reduction(node, "min", (Linear(frozenset({0}), frozenset({"min"})),))
-
-
 def _whole_reduction(node: fx.Node, at: int = 1, default: int | None = None) -> Rule:
     """Reductions that no collective can finish: the dims (argument `at`, all for None) are whole. Results keep or drop
     them."""
@@ -279,32 +245,17 @@ def _whole_reduction(node: fx.Node, at: int = 1, default: int | None = None) -> 
     return build.rule([operand], results)
 
 
-add(aten.sum.dim_IntList, _sum)
+add(aten.sum.dim_IntList, partial(_reduction, op="sum", linear=sums({0})))
 add(ours.square_sum.default, partial(_reduction, op="sum", linear=()))
 add([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], partial(_reduction, op="sum", linear=()))
-add(aten.amax.default, _amax, localize="extreme")
-add(aten.amin.default, _amin, localize="extreme")
+for _op, _target in {"max": aten.amax.default, "min": aten.amin.default}.items():
+    _linear = (Linear(frozenset({0}), frozenset({_op})),)
+    add(_target, partial(_reduction, op=_op, linear=_linear), localize="extreme")
 add(
-    [
-        aten.any.default,
-        aten.any.dim,
-        aten.any.dims,
-        aten.all.default,
-        aten.all.dim,
-        aten.all.dims,
-        aten.argmax.default,
-        aten.argmin.default,
-        aten.max.dim,
-        aten.min.dim,
-        aten.max.default,
-        aten.min.default,
-        aten.prod.default,
-        aten.prod.dim_int,
-        aten.median.default,
-        aten.median.dim,
-        aten.nanmedian.default,
-        aten.nanmedian.dim,
-    ],
+    aten_ops(
+        "any any.dim any.dims all all.dim all.dims argmax argmin max.dim min.dim max min prod prod.dim_int median "
+        "median.dim nanmedian nanmedian.dim"
+    ),
     _whole_reduction,
 )
 add(aten.mode.default, partial(_whole_reduction, default=-1))

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import fx
 
+from meshweave.interop.ops import aten_ops
 from meshweave.ir.graph import Spec, argument, spec_of, tensor_inputs
 from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
 from meshweave.sharding.registry import add, result_specs
@@ -71,7 +72,7 @@ def _planes(node: fx.Node, spatial: int, linear: tuple[Linear, ...] = ()) -> Rul
     return build.rule([build.dims_from(s, known) for s in tensors], results, linear)
 
 
-_OF_ONE = sums({0})  # linear in operand 0: the values, or the gradient
+_LINEAR_IN_FIRST = sums({0})  # linear in operand 0: the values, or the gradient
 
 add(
     [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default, aten.fractional_max_pool2d.default],
@@ -84,84 +85,43 @@ add(
     localize="guarded",
 )
 add(
-    [
-        aten.reflection_pad1d.default,
-        aten.reflection_pad1d_backward.default,
-        aten.replication_pad1d.default,
-        aten.replication_pad1d_backward.default,
-        aten.upsample_nearest1d.default,
-        aten._upsample_nearest_exact1d.default,
-        aten.upsample_linear1d.default,
-    ],
-    partial(_planes, spatial=1, linear=_OF_ONE),
+    aten_ops(
+        "reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward upsample_nearest1d "
+        "_upsample_nearest_exact1d upsample_linear1d"
+    ),
+    partial(_planes, spatial=1, linear=_LINEAR_IN_FIRST),
     localize="guarded",
 )
 add(
-    [
-        aten.max_pool2d_with_indices_backward.default,
-        aten.adaptive_max_pool2d_backward.default,
-        aten.fractional_max_pool2d_backward.default,
-        aten.avg_pool2d.default,
-        aten.avg_pool2d_backward.default,
-        aten._adaptive_avg_pool2d.default,
-        aten._adaptive_avg_pool2d_backward.default,
-        aten.reflection_pad2d.default,
-        aten.reflection_pad2d_backward.default,
-        aten.replication_pad2d.default,
-        aten.replication_pad2d_backward.default,
-        aten.upsample_nearest2d.vec,
-        aten.upsample_bilinear2d.vec,
-        aten.upsample_nearest2d.default,
-        aten._upsample_nearest_exact2d.default,
-        aten.upsample_bilinear2d.default,
-        aten.upsample_bicubic2d.default,
-        aten._upsample_bilinear2d_aa.default,
-        aten._upsample_bicubic2d_aa.default,
-    ],
-    partial(_planes, spatial=2, linear=_OF_ONE),
+    aten_ops(
+        "max_pool2d_with_indices_backward adaptive_max_pool2d_backward fractional_max_pool2d_backward avg_pool2d "
+        "avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward reflection_pad2d "
+        "reflection_pad2d_backward replication_pad2d replication_pad2d_backward upsample_nearest2d.vec "
+        "upsample_bilinear2d.vec upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d "
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+    ),
+    partial(_planes, spatial=2, linear=_LINEAR_IN_FIRST),
     localize="guarded",
 )
 add(
-    [
-        aten.max_pool3d_with_indices_backward.default,
-        aten.adaptive_max_pool3d_backward.default,
-        aten.fractional_max_pool3d_backward.default,
-        aten.avg_pool3d.default,
-        aten.avg_pool3d_backward.default,
-        aten._adaptive_avg_pool3d.default,
-        aten._adaptive_avg_pool3d_backward.default,
-        aten.reflection_pad3d.default,
-        aten.reflection_pad3d_backward.default,
-        aten.replication_pad3d.default,
-        aten.replication_pad3d_backward.default,
-        aten.upsample_nearest3d.default,
-        aten._upsample_nearest_exact3d.default,
-        aten.upsample_trilinear3d.default,
-    ],
-    partial(_planes, spatial=3, linear=_OF_ONE),
+    aten_ops(
+        "max_pool3d_with_indices_backward adaptive_max_pool3d_backward fractional_max_pool3d_backward avg_pool3d "
+        "avg_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward reflection_pad3d "
+        "reflection_pad3d_backward replication_pad3d replication_pad3d_backward upsample_nearest3d "
+        "_upsample_nearest_exact3d upsample_trilinear3d"
+    ),
+    partial(_planes, spatial=3, linear=_LINEAR_IN_FIRST),
     localize="guarded",
 )
 for _spatial, _targets in {
-    1: [
-        aten.upsample_nearest1d_backward.default,
-        aten._upsample_nearest_exact1d_backward.default,
-        aten.upsample_linear1d_backward.default,
-    ],
-    2: [
-        aten.upsample_nearest2d_backward.default,
-        aten._upsample_nearest_exact2d_backward.default,
-        aten.upsample_bilinear2d_backward.default,
-        aten.upsample_bicubic2d_backward.default,
-        aten._upsample_bilinear2d_aa_backward.default,
-        aten._upsample_bicubic2d_aa_backward.default,
-    ],
-    3: [
-        aten.upsample_nearest3d_backward.default,
-        aten._upsample_nearest_exact3d_backward.default,
-        aten.upsample_trilinear3d_backward.default,
-    ],
+    1: aten_ops("upsample_nearest1d_backward _upsample_nearest_exact1d_backward upsample_linear1d_backward"),
+    2: aten_ops(
+        "upsample_nearest2d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward "
+        "upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward"
+    ),
+    3: aten_ops("upsample_nearest3d_backward _upsample_nearest_exact3d_backward upsample_trilinear3d_backward"),
 }.items():
-    add(_targets, partial(_planes, spatial=_spatial, linear=_OF_ONE), localize="resized_backward")
+    add(_targets, partial(_planes, spatial=_spatial, linear=_LINEAR_IN_FIRST), localize="resized_backward")
 
 
 def _windows(node: fx.Node, to_windows: bool) -> Rule:
@@ -174,7 +134,7 @@ def _windows(node: fx.Node, to_windows: bool) -> Rule:
     window = build.factor(columns[-2] // max(image[-3], 1))
     plane = [*batch, (channel,), *build.dims(image[-2:], whole=(0, 1))]
     column = [*batch, (channel, window), (build.factor(columns[-1], whole=True),)]
-    return build.rule([plane if to_windows else column], [column if to_windows else plane], _OF_ONE)
+    return build.rule([plane if to_windows else column], [column if to_windows else plane], _LINEAR_IN_FIRST)
 
 
 add(aten.im2col.default, partial(_windows, to_windows=True), localize="guarded")
@@ -192,7 +152,7 @@ def _samples(build: RuleBuilder, image: Spec, grid: Spec) -> tuple[list[Dim], li
 def _grid_sampler(node: fx.Node) -> Rule:
     build = RuleBuilder()
     image, grid, sampled = _samples(build, *(spec_of(n) for n in tensor_inputs(node)))
-    return build.rule([image, grid], [sampled], _OF_ONE)
+    return build.rule([image, grid], [sampled], _LINEAR_IN_FIRST)
 
 
 def _grid_sampler_backward(node: fx.Node) -> Rule:
@@ -201,7 +161,7 @@ def _grid_sampler_backward(node: fx.Node) -> Rule:
     build = RuleBuilder()
     image, grid, sampled = _samples(build, x, places)
     results = [dims for spec, dims in zip(node.meta["spec"], (image, grid), strict=True) if spec is not None]
-    return build.rule([sampled, image, grid], results, _OF_ONE)
+    return build.rule([sampled, image, grid], results, _LINEAR_IN_FIRST)
 
 
 add([aten.grid_sampler_2d.default, aten.grid_sampler_3d.default], _grid_sampler)

@@ -79,7 +79,7 @@ class _SequenceWriter:
     marks: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # new node -> dims that run along the sequence
 
     def run(self) -> StepGraph:
-        for node, item in zip(self.step.placeholders, self.step.inputs, strict=True):
+        for node, item in self.step.sources.items():
             new = copy_meta(node, self.graph.placeholder(node.name))
             self.env[node] = _Value(new, _unsplit(item.spec.shape))
             self.marks[new] = frozenset({1} if has_sequence(item, self.size, self.length) else ())

@@ -35,8 +35,8 @@ class Sums:
     of_gradient: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # gradient -> sums so far
 
     def __post_init__(self) -> None:
-        items = dict(zip(self.step.placeholders, self.step.inputs, strict=True))
-        for (kind, _), value in zip(self.step.outputs, self.step.output_values, strict=True):
+        items = self.step.sources
+        for (kind, _), value in self.step.results.items():
             if kind == "acc":
                 first, second = tensor_inputs(value)
                 is_first = first in items and items[first].kind == "acc"
@@ -79,7 +79,7 @@ def sum_bytes(placed: StepGraph) -> tuple[int, int]:
     """Bytes of all sums of gradients on the device that has the most: in the layouts in which they are added up, and as
     stored."""
     num_bytes: dict[str, Counter[Mesh]] = {"acc": Counter(), "grad": Counter()}
-    for (kind, _), value in zip(placed.outputs, placed.output_values, strict=True):
+    for (kind, _), value in placed.results.items():
         if kind in num_bytes:
             spec, layout = spec_of(value), value.meta["layout"]
             num_bytes[kind][layout.mesh] += prod(layout.local_shape(spec.shape)) * spec.dtype.itemsize

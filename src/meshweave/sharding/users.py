@@ -33,15 +33,15 @@ def proposed_by_users(
     return (proposed,) if proposed is not None and proposed.mesh == mesh else ()
 
 
-def _spread_dims(node: fx.Node, is_held: Callable[[fx.Node], bool]) -> frozenset[int]:
-    """Dims of a node's result that none of its operands in `held` has: no layout of theirs can shard them."""
+def _spread_dims(node: fx.Node, is_stored: Callable[[fx.Node], bool]) -> frozenset[int]:
+    """Dims of a node's result that none of its stored operands has: no layout of theirs can shard them."""
     spec, operands = node.meta["spec"], tensor_inputs(node)
     if not isinstance(spec, Spec) or spec.num_elements < 2:
         return frozenset()
-    if max((spec_of(n).num_elements for n in operands if is_held(n)), default=0) >= spec.num_elements:
+    if max((spec_of(n).num_elements for n in operands if is_stored(n)), default=0) >= spec.num_elements:
         return frozenset()
     rule = row_for(node).rule(node)
-    known = {f for n, dims in zip(operands, rule.operands, strict=True) if is_held(n) for dim in dims for f in dim}
+    known = {f for n, dims in zip(operands, rule.operands, strict=True) if is_stored(n) for dim in dims for f in dim}
     outer = {d: rule.outer(rule.results[0], d) for d in range(len(spec.shape))}
     return frozenset(d for d, f in outer.items() if f is not None and f not in known and rule.is_shardable(f))
 

@@ -64,7 +64,7 @@ class CachingAllocator:
     reserved: int = 0
     _segments: int = 0
     _pools: dict[tuple[str, bool], _BlockPool] = field(default_factory=dict)
-    _held: dict[int, tuple[_Block, _BlockPool]] = field(default_factory=dict)
+    _allocated: dict[int, tuple[_Block, _BlockPool]] = field(default_factory=dict)
     _count: int = 0
 
     def allocate(self, num_bytes: int, stream: str) -> int:
@@ -89,7 +89,7 @@ class CachingAllocator:
             pool.last = after if pool.last is block else pool.last
             pool.add(after)
         self._count += 1
-        self._held[self._count] = (block, pool)
+        self._allocated[self._count] = (block, pool)
         return self._count
 
     def _begun(self, size: int) -> _Block:
@@ -112,7 +112,7 @@ class CachingAllocator:
         return block
 
     def free(self, handle: int) -> None:
-        block, pool = self._held.pop(handle)
+        block, pool = self._allocated.pop(handle)
         before, after = block.before, block.after
         if before is not None and before.is_free:
             pool.remove(before)

@@ -140,7 +140,7 @@ def _hold_reductions(reductions: Sequence[Flat], lives: Mapping[Key, Life]) -> N
 
 def _parameter_axes(role: RankGraph) -> frozenset[str]:
     """The groups over which parameters are gathered."""
-    kinds = dict(zip((n for n in role.graph.nodes if n.op == "placeholder"), role.inputs, strict=True))
+    kinds = role.sources
 
     def is_parameter(node: fx.Node) -> bool:
         while node.op == "call_function" and len(node.all_input_nodes) == 1:

@@ -22,7 +22,7 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import MemoryWork, Work
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import Origin, block_name, map_nodes, origin_of
+from meshweave.ir.graph import Origin, block_name, map_nodes, origin_of, output_node
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, Value
@@ -287,14 +287,14 @@ def kernels_of(
     nodes = [n for n in graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
     compiled = [n for n in nodes if is_compiled(origin_of(n), fusion)]
     same = _equal_ops(compiled)
-    local = _as_one(local, same)
+    local = _with_equal_merged(local, same)
     grouping = _Fusion(local, order, fusion, update, same=same)
     groups = grouping.run(nodes)
     if with_views:
         grouping.sources.update((node, [*bases]) for node, bases in grouping.bases.items())
         groups += [_KernelGroup([node], order[node], 0, False) for node in grouping.bases if node not in same]
         groups.sort(key=lambda group: (group.position, order[group.nodes[0]]))
-    returned = {base for n in next(iter(reversed(graph.nodes))).all_input_nodes for base in grouping.bases.get(n, (n,))}
+    returned = {base for n in output_node(graph).all_input_nodes for base in grouping.bases.get(n, (n,))}
     return [_kernel(group, grouping, returned, local) for group in groups], local
 
 
@@ -312,7 +312,7 @@ def _equal_ops(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     return same
 
 
-def _as_one(local: Local, same: Mapping[fx.Node, fx.Node]) -> Local:
+def _with_equal_merged(local: Local, same: Mapping[fx.Node, fx.Node]) -> Local:
     """The values, with equal values in the same storage."""
     moved: dict[int, int] = {}
     for node, first in same.items():

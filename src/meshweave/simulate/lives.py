@@ -99,19 +99,17 @@ class Ledger:
             is_matmul = task.kernel is not None and any(n.target in PRODUCTS for n in task.kernel.nodes)
             if is_matmul and phases[number] == "forward" and place in ends:
                 counts[place] += 1
-                for key in self.made_by(task) if counts[place] % 2 else ():
+                for key in self.allocated_by(task) if counts[place] % 2 else ():
                     self.lives[key].end = max(self.lives[key].end, ends[place])
 
-    def made_by(self, task: SimulatedTask) -> list[Key]:
+    def allocated_by(self, task: SimulatedTask) -> list[Key]:
         keys = ((storage, task.microbatch) for storage in self.of_role.storages_written(task))
         return [key for key in keys if key in self.lives]
 
     def enter_inputs(self) -> None:
         role = self.of_role.role
-        output = next(iter(reversed(role.graph.nodes)))
-        returned = dict(zip(role.outputs, list(output.args[0]), strict=True))
-        sources = [n for n in role.graph.nodes if n.op == "placeholder"]
-        for node, item in zip(sources, role.inputs, strict=True):
+        returned = role.results
+        for node, item in role.sources.items():
             for x in self.of_role.local.values[node]:
                 end = 0.0 if item.kind in _PASSING else inf
                 kind = _PASSING.get(item.kind, item.kind)
@@ -173,7 +171,7 @@ class Ledger:
                 life = self.lives[key]
                 life.used = life.used or end
                 life.end = max(life.end, end)
-                made_in, used = origin_of(life.node).phase, origin_of(task.node).phase
-                life.crosses = life.crosses or (made_in in ("forward", "loss") and used == "backward")
+                born_in, used = origin_of(life.node).phase, origin_of(task.node).phase
+                life.crosses = life.crosses or (born_in in ("forward", "loss") and used == "backward")
                 used_storages.append(key)
         return used_storages

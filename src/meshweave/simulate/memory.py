@@ -77,7 +77,7 @@ def _allocations(lives: Sequence[Life]) -> Iterator[tuple[int, int, str]]:
             changes.append((life.end, 0, i, life.bytes, life.stream))
     changes.sort()
     yield from ((i, num_bytes, stream) for _, _, i, num_bytes, stream in changes)
-    ended = {i for _, is_made, i, _, _ in changes if not is_made}
+    ended = {i for _, is_allocation, i, _, _ in changes if not is_allocation}
     for _ in range(_STEPS - 1):
         yield from ((i, num_bytes, stream) for _, _, i, num_bytes, stream in changes if i in ended)
 
@@ -98,9 +98,8 @@ def _kind(life: Life, gradients: frozenset[fx.Node]) -> str:
 
 def _gradients(role: RoleTasks) -> frozenset[fx.Node]:
     """The nodes that share a storage with a gradient that the role returns."""
-    values, output = role.local.values, next(iter(reversed(role.role.graph.nodes)))
-    pairs = zip(role.role.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
-    storages = {x.storage for (kind, _), n in pairs if kind == "grad" for x in values[n]}  # type: ignore[index]
+    values, outputs = role.local.values, role.role.results.items()
+    storages = {x.storage for (kind, _), n in outputs if kind == "grad" for x in values[n]}
     return frozenset(n for n, results in values.items() if any(x.storage in storages for x in results))
 
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
+from meshweave.ir.graph import output_node
 from meshweave.ir.rank import SYMBOLS, RankGraph
 
 Pipeline = Literal["sequential", "gpipe", "1f1b"]
@@ -47,9 +48,8 @@ def loss_exchange(roles: Sequence[RankGraph]) -> list[frozenset[fx.Node]]:
 
 def _loss_exchange_of(role: RankGraph, keys: Collection[Any]) -> frozenset[fx.Node]:
     """The exchange of a role that only receives losses, or that also sends them by the transfers `keys`."""
-    output = next(iter(reversed(role.graph.nodes)))
-    pairs = zip(role.outputs, output.args[0], strict=True)  # type: ignore[arg-type]
-    ends = [node for (kind, _), node in pairs if kind == "loss" and set(node.users) == {output}]  # type: ignore[union-attr]
+    returned = {output_node(role.graph)}
+    ends = [node for (kind, _), node in role.results.items() if kind == "loss" and set(node.users) == returned]
     waits = (n for n in role.graph.nodes if n.target is WAIT and not n.users)
     ends += [n for n in waits if n.args[0].args[-1] in keys]  # type: ignore[union-attr]
     exchange = set[fx.Node]()

@@ -124,11 +124,6 @@ class _TaskLowering:
         is_root = self.buckets == "blocks+root"
         return Tasks(schedule, tuple(self.tasks), roles, tuple(names), tuple(self.flat), is_root)
 
-    @property
-    def host_seconds(self) -> float:
-        """The time of a start or a wait on its role's stream: positive if a processor runs the ops itself, else 0."""
-        return self.profile.launch_s if self.profile.fusion == "none" else 0.0
-
     def add(self, task: SimulatedTask) -> int:
         self.tasks.append(task)
         self.needs.append([])
@@ -144,7 +139,7 @@ class _TaskLowering:
                 numbers.append(self.add(self.kernel(number, item, microbatch)))
                 continue
             kind: Any = "wait" if item.target is WAIT else "start"
-            task = self.add(SimulatedTask(kind, item, (number,), self.host_seconds, microbatch))
+            task = self.add(SimulatedTask(kind, item, (number,), self.profile.empty_op_s, microbatch))
             numbers.append(task)
             if kind == "start":
                 begun[item, microbatch] = task

@@ -82,12 +82,12 @@ def operator_named(name: str, more: Mapping[str, OpOverload]) -> OpOverload:
     if name.partition(".")[0] not in _NAMESPACES:
         raise ValueError(f"{name} is not an operator of a stored program")
     try:
-        found = find_operator(name)
+        operator = find_operator(name)
     except AttributeError:
         raise ValueError(f"{name} is not an operator") from None
-    if not isinstance(found, OpOverload):
+    if not isinstance(operator, OpOverload):
         raise ValueError(f"{name} is not an operator")
-    return found
+    return operator
 
 
 def is_stored_operator(name: str, more: Mapping[str, OpOverload]) -> bool:
@@ -96,10 +96,10 @@ def is_stored_operator(name: str, more: Mapping[str, OpOverload]) -> bool:
 
 def torch_constant(kind: str, name: str) -> Any:
     """A dtype, layout or memory format by its name. ValueError for anything else."""
-    found = vars(torch).get(name)
-    if not isinstance(found, _TORCH[kind]):
+    value = vars(torch).get(name)
+    if not isinstance(value, _TORCH[kind]):
         raise ValueError(f"torch.{name} is not a {kind}")
-    return found
+    return value
 
 
 def torch_form(value: Any) -> tuple[str, str] | None:

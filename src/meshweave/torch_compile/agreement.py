@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.interop.process_groups import default_store, ranks_of_group
+from meshweave.interop.process_groups import default_store, is_in_job, ranks_of_group
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import argument, op_name, place_of
 from meshweave.problem.figures import CostNumbers
@@ -201,21 +201,21 @@ def _ranks_of(group: Any, where: str, groups: Mapping[str, Sequence[int]] | None
 def only_group(graph: fx.Graph, groups: Mapping[str, Sequence[int]] | None = None) -> tuple[int, ...] | None:
     """The ranks of the group in which a graph communicates, in rising order; None if there are several groups, or
     messages between two ranks. Other ranks need not compile this graph."""
-    found = set()
+    group_ranks = set()
     for node in graph.nodes:
         row = collective_of(node) if node.op == "call_function" else None
         if row is not None and row.is_ordered:
             return None
         if row is not None:
-            found.add(tuple(sorted(_ranks_of(group_of(node, row), place_of(node), groups))))
-    return found.pop() if len(found) == 1 else None
+            group_ranks.add(tuple(sorted(_ranks_of(group_of(node, row), place_of(node), groups))))
+    return group_ranks.pop() if len(group_ranks) == 1 else None
 
 
 def world_agreement(ranks: Sequence[int] | None, timeout_seconds: float = TIMEOUT_SECONDS) -> Agreement | None:
     """The agreement of this job's `ranks` (None: all), None if this process is alone: without torch.distributed, in a
     world of size 1, with a single rank in `ranks`, or on the `fake` backend, which has no other ranks. Raises
     MeshweaveError if this process is not in `ranks`."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+    if not is_in_job() or dist.get_backend() == "fake":
         return None
     chosen = tuple(sorted(set(ranks))) if ranks is not None else tuple(range(dist.get_world_size()))
     if chosen == (dist.get_rank(),) or len(chosen) == 1 == dist.get_world_size():

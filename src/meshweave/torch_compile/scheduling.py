@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 import meshweave.errors
@@ -20,7 +19,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.load import load_profile
 from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.fake import unset_fake_temporarily
-from meshweave.interop.process_groups import ranks_of_groups
+from meshweave.interop.process_groups import is_in_job, ranks_of_groups
 from meshweave.ir.collectives import collective_of
 from meshweave.passes import GraphProgram, Overlap, Pass, ProgramVariant, pipeline_of
 from meshweave.passes.base import Scope
@@ -115,7 +114,7 @@ class BackendSettings:
         )
 
     def _program(self, graph: fx.Graph, agreement: Agreement | None) -> GraphProgram:
-        is_job = dist.is_available() and dist.is_initialized()
+        is_job = is_in_job()
         return GraphProgram(
             module_of(graph),
             None if self.groups is None else dict(self.groups),

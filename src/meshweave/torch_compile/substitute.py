@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from meshweave.interop.graphs import lazy_module_like
-from meshweave.ir.graph import copied_graph
+from meshweave.ir.graph import copied_graph, output_node
 
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:
@@ -18,7 +18,7 @@ def module_of(graph: fx.Graph) -> fx.GraphModule:
 def substitute(graph: fx.Graph, module: fx.GraphModule) -> None:
     """Turn `graph` into the graph of `module`, in place and with its names: placeholders and the output stay the same
     nodes."""
-    output = next(iter(reversed(graph.nodes)))
+    output = output_node(graph)
     old = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     placeholders = module.graph.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, fx.Node] = dict(zip(*placeholders, strict=True))

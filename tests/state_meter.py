@@ -3,51 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
-from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.rank import RankGraph
+from meshweave.runtime.kinds import KINDS, classify
 from meshweave.runtime.state import State
-
-KINDS = ("param", "grad", "state")
-
-
-def classify(graph: RankGraph) -> dict[fx.Node, str]:
-    """Node -> param (a parameter, or values computed from parameters only: casts, gathers, views), grad (a gradient
-    from the op that computes it until its use) or state. Other nodes are activations and are omitted."""
-    kinds: dict[fx.Node, str] = {}
-    sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    for node, item in zip(sources, graph.inputs, strict=True):
-        kind = {"acc": "grad", "carry": "param"}.get(item.kind, item.kind)
-        if kind in KINDS:
-            kinds[node] = kind
-    for node in graph.graph.nodes:
-        tensors = _tensor_operands(node)
-        computed = node.op == "call_function" and tensors and origin_of(node).phase != "update"
-        if computed and all(kinds.get(n) == "param" for n in tensors):
-            kinds[node] = "param"
-    results = list(next(iter(reversed(graph.graph.nodes))).args[0])
-    for (kind, _), node in zip(graph.outputs, results, strict=True):
-        if kind == "grad":
-            kinds.update((n, "grad") for n in _upstream(node) if n not in kinds)
-        elif kind in ("param", "state", "carry"):
-            kinds[node] = "param" if kind == "carry" else kind
-    return kinds
-
-
-def _tensor_operands(node: fx.Node) -> list[fx.Node]:
-    return [n for n in node.all_input_nodes if n.target not in SYMBOLS]
-
-
-def _upstream(node: fx.Node) -> Iterator[fx.Node]:
-    """The node and its ancestors through ops of a single operand, down to the op that computed it."""
-    yield node
-    while len(_tensor_operands(node)) == 1 and node.op == "call_function":
-        (node,) = _tensor_operands(node)
-        yield node
 
 
 class StateMeter:

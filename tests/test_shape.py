@@ -1,0 +1,90 @@
+"""The house style where a program can check it: sizes of functions, names of classes, words in names, meta keys."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {str(path.relative_to(ROOT / "src")): path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
+MAX_LINES, MAX_PARAMETERS = 60, 8
+# Functions with more parameters: those of public API, and those whose parameters are the arguments of an op.
+PUBLIC = {"compile", "backend", "inductor_pass", "scaled"}
+OPS = {
+    f"meshweave/{name}.py"
+    for name in ("ir/ops", "ir/attention", *(f"capture/{x}" for x in ("embeddings", "functions", "normalize")))
+}
+# Words that say nothing as names; "held out" (of data), "one hot" and "one round" are terms.
+EMPTY_WORDS = {"one", "ones", "made", "found", "held", "told", "said"}
+TERMS = re.compile(r"held_out|one_hot|one_round|of_one_batch", re.IGNORECASE)
+TO_RENAME = {("meshweave/runtime/session.py", "held_meter"), ("meshweave/runtime/update.py", "held")}
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    yield from ((path, ast.parse(text)) for path, text in SOURCES.items())
+
+
+def too_large(path: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in PUBLIC:
+            continue
+        num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        num_parameters = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+        if num_lines > MAX_LINES or (num_parameters > MAX_PARAMETERS and path not in OPS):
+            yield f"{path}:{node.lineno}: {node.name} has {num_lines} lines, {num_parameters} parameters"
+
+
+def bound_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def test_functions_are_small() -> None:
+    large = [line for path, tree in trees() for line in too_large(path, tree)]
+    assert not large, "\n".join(large)
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    classes = defaultdict(list)
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(f"{path}:{node.lineno}")
+    assert len(classes) > 500
+    assert not {name: places for name, places in classes.items() if len(places) > 1}
+
+
+def test_names_say_something() -> None:
+    empty = {(path, name) for path, tree in trees() for name in bound_names(tree) if is_empty(name)}
+    assert empty - TO_RENAME == set()
+
+
+def is_empty(name: str) -> bool:
+    return bool(EMPTY_WORDS & set(TERMS.sub("", name).lower().split("_")))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("found", True), ("_is_made", True), ("is_held_out", False), ("on", False)]
+)
+def test_which_names_say_nothing(name: str, expected: bool) -> None:
+    assert is_empty(name) is expected
+
+
+def test_rooms_communicate_through_the_meta_keys_that_the_architecture_lists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    documented = set(re.findall(r'`meta\["(\w+)"\]`', page))
+    rooms = "\n".join(text for path, text in SOURCES.items() if "/interop/" not in path)
+    used = set(re.findall(r'\.meta(?:\.get|\.pop|\.setdefault)?[\[(]"(\w+)"', rooms))
+    used |= set(re.findall(r'"(\w+)" (?:not )?in \w+\.meta\b', rooms))
+    assert used <= documented
+    assert documented - used <= {"fixed", "loose"}  # read by the constants of chunks/cut.py
