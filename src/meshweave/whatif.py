@@ -43,7 +43,7 @@ def simulate(
         to the root module) or gradients (DDP: 25 * 2**20). "none": as the program has them, merged by `overlap` or not.
     expandable_segments: whether PYTORCH_CUDA_ALLOC_CONF sets them, for `reserved_bytes`.
 
-    Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, an op or dtype without a cost.
+    Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, a dtype without a cost.
     """
     machine = load_profile(profile) if isinstance(profile, str) else profile
     microbatches = program.options.accumulate

@@ -204,14 +204,13 @@ def test_one_registration_is_all_that_an_op_needs(mesh: str) -> None:
     assert all(span.seconds > 0 for span in spans)
 
 
-def test_an_op_without_a_cost_names_its_registration_when_it_is_simulated() -> None:
+def test_an_op_without_a_cost_is_priced_by_its_bytes_with_a_note() -> None:
     meshweave.register_rule(tests_ops.gated.default, "b h, h -> b h", backward=tests_ops.gated_backward.default)
     _, step = _compile("dp=2")
-    with pytest.raises(MeshweaveError, match="no cost for meshweave_tests") as caught:
-        meshweave.simulate(step.program, "h100")
-    assert "meshweave.register_rule(torch.ops.meshweave_tests.gated" in caught.value.hint
-    assert 'cost="pointwise"' in caught.value.hint
-    assert re.search(r"test_registry\.py:\d+", caught.value.where)
+    simulation = meshweave.simulate(step.program, "h100")
+    (note,) = (note for note in simulation.notes if "priced by bytes" in note)
+    assert note.startswith("priced by bytes moved: meshweave_tests.gated, meshweave_tests.gated_backward;")
+    assert all(span.seconds > 0 for span in simulation.spans if "gated" in span.op)
 
 
 def test_a_cost_by_a_function() -> None:

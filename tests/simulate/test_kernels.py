@@ -19,9 +19,9 @@ from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.traits import base_name
-from meshweave.ir.values import Local, local_values
+from meshweave.ir.values import Local, Value, local_values
 from meshweave.sharding.registry import TABLE
-from meshweave.simulate.classify import kind_of
+from meshweave.simulate.classify import known_kind, work_of
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 
 
@@ -150,15 +150,17 @@ def test_less_is_moved_the_more_is_fused(llama: RankGraph) -> None:
 
 def test_every_op_with_a_sharding_rule_has_a_cost() -> None:
     graph = torch.fx.Graph()
-    kinds = {kind_of(graph.call_function(op, ())) for op in TABLE}
+    kinds = {known_kind(graph.call_function(op, ())) for op in TABLE}
     assert kinds >= {"matmul", "attention", "pointwise", "reduction", "strided", "gather", "scatter", "scan", "fill"}
 
 
-def test_an_op_without_a_cost_is_an_error_that_names_it() -> None:
+def test_an_op_of_no_known_kind_moves_its_operands_and_results() -> None:
     node = torch.fx.Graph().call_function(torch.ops.aten.nonzero.default, ())
     assert base_name(node.target) == "nonzero"
-    with pytest.raises(MeshweaveError, match=r"no cost for aten\.nonzero"):
-        kind_of(node)
+    assert not known_kind(node)
+    x, y = (Value((4, size), (size, 1), torch.float32, size, 16 * size) for size in (3, 5))
+    (work,) = work_of(node, [x], [y])
+    assert work == MemoryWork("pointwise", x.bytes + y.bytes, 20, torch.float32)
 
 
 def test_an_unknown_way_of_fusing_is_an_error(llama: RankGraph) -> None:

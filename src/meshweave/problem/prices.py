@@ -20,9 +20,9 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import MemoryWork, Work
 from meshweave.ir.aliases import is_view_op
 from meshweave.ir.collectives import transfer
-from meshweave.ir.graph import argument, place_of
+from meshweave.ir.graph import argument, op_name, place_of
 from meshweave.problem.read import Reading
-from meshweave.simulate.classify import known_kind, memory_work, work_of
+from meshweave.simulate.classify import known_kind, memory_work, priced_by_bytes, work_of
 from meshweave.simulate.clock import Slowdown
 
 Cost = Callable[..., float]
@@ -237,8 +237,7 @@ class ProfilePrices:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        names = ", ".join(sorted(self.unknown))
-        return (f"priced by bytes moved: {names}; mw.register_rule(op, ..., cost=...) is more exact",) if names else ()
+        return priced_by_bytes(self.unknown)
 
     def compute(self, node: fx.Node) -> float:
         if self.simulated is not None:
@@ -253,7 +252,7 @@ class ProfilePrices:
         results = values[node]
         kind = known_kind(node)
         if kind == "" or not results:
-            self.unknown[str(node.target)] = None
+            self.unknown[op_name(node.target)] = None
             return (memory_work("pointwise", operands, results, 1),) if operands or results else ()
         if kind == "pointwise" and self.profile.fusion == "pointwise":
             operands = tuple(x for n in inputs if not self.is_inner(n) for x in values[n])

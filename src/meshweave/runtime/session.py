@@ -32,7 +32,7 @@ from meshweave.runtime.recorded import can_be_recorded
 from meshweave.runtime.saves import Saves
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
-from meshweave.runtime.update import Replacements, Update, held, outputs, scalar
+from meshweave.runtime.update import Replacements, Update, outputs, pieces_by_name, scalar
 from meshweave.runtime.uploads import numbers_on
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
@@ -190,7 +190,7 @@ class Session:
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
         self.compile_regions(is_awaited=True)  # else the current step could switch to compiled regions
         recorder = Recorder(clock, len(self.ranks))
-        held_meter = self.executor.meter
+        usual_meter = self.executor.meter
         with self.world.guard():
             self.bindings.take_over(self.state)
             recorder.hold(self.state, self.ranks, self.carries.ready(self.state))
@@ -202,7 +202,7 @@ class Session:
             try:
                 self.run(micros, numbers, done)
             finally:
-                self.executor.meter = held_meter
+                self.executor.meter = usual_meter
                 for executor in self._executors:
                     executor.record(None)
             traces = recorder.traces(self.world.devices, began, recorder.mark())
@@ -250,7 +250,7 @@ class Session:
             with uninterrupted():
                 self._update(numbers)
                 if self.settings.keep_gradients:
-                    self._gradients = held(self.ranks, self._envs, "grad")
+                    self._gradients = pieces_by_name(self.ranks, self._envs, "grad")
                 has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
                 norm = {"grad_norm": scalar(self.ranks, self._envs, "norm")} if has_norm else {}
                 self.values = {"loss": mean_of(self._losses), **norm}
@@ -278,7 +278,7 @@ class Session:
                 self._let_go()
 
     def _outputs(self, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-        values = held(self.ranks, self._envs, "output")
+        values = pieces_by_name(self.ranks, self._envs, "output")
         layouts = {
             key[1]: layout
             for role in self.roles

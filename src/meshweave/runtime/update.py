@@ -121,7 +121,7 @@ def scalar(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> Tensor:
     return value.detach().clone()
 
 
-def held(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> dict[str, list[Tensor]]:
+def pieces_by_name(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> dict[str, list[Tensor]]:
     """Outputs of a kind by name: a piece for each local device that has it."""
     values: dict[str, list[Tensor]] = {}
     for rank, env in zip(ranks, envs, strict=True):

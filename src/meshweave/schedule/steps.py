@@ -51,7 +51,7 @@ class StepTasks:
 
 
 def tasks_of(roles: Sequence[RankGraph], profile: MachineProfile) -> StepTasks:
-    """Raises MeshweaveError for an op, dtype or link without a cost in the profile."""
+    """Raises MeshweaveError for a dtype or link without a cost in the profile."""
     return _figures(lower_tasks(roles, profile, default_fusion(profile)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any
@@ -57,19 +57,10 @@ def known_kind(node: fx.Node) -> str:
     return work_kind(target) if node.op == "call_function" else ""
 
 
-def kind_of(node: fx.Node) -> str:
-    """The kind of work of a node. Raises MeshweaveError for an op without a kind."""
-    if kind := known_kind(node):
-        return kind
-    target = inner_target(node)
-    raise MeshweaveError(
-        f"the simulator has no cost for {op_name(target)}",
-        where=str(origin_of(node)),
-        got=op_name(target),
-        expected="an op with a cost, or one that torch tags as pointwise",
-        hint=f'register it with its rule: meshweave.register_rule(torch.ops.{target}, ..., cost="pointwise"), '
-        f"or another of {', '.join(KINDS)}, or a function",
-    )
+def priced_by_bytes(names: Iterable[str]) -> tuple[str, ...]:
+    """The note on ops of no known kind, if there are any: they are priced like a copy of what they read and write."""
+    shown = ", ".join(sorted(set(names)))
+    return (f"priced by bytes moved: {shown}; mw.register_rule(op, ..., cost=...) is more exact",) if shown else ()
 
 
 def is_fusible(kind: str) -> bool:
@@ -80,7 +71,7 @@ def is_fusible(kind: str) -> bool:
 def is_closing(node: fx.Node, operands: Operands, results: Operands) -> bool:
     """Whether a reduction ends its kernel: it reduces more than the innermost dims, so later ops need the complete
     result."""
-    if kind_of(node) != "reduction" or not operands or not results:
+    if known_kind(node) != "reduction" or not operands or not results:
         return False
     before, after = operands[0].shape, results[0].shape
     if len(before) == len(after):
@@ -95,15 +86,16 @@ def operand_values(node: fx.Node, values: Mapping[fx.Node, Values]) -> Operands:
 
 
 def work_of(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
-    """The work of an op by itself: it reads operands from and writes results to device memory."""
-    kind = kind_of(node)
+    """The work of an op by itself: it reads operands from and writes results to device memory; an op of no known kind
+    does nothing else (`priced_by_bytes`)."""
+    kind = known_kind(node)
     if kind == "registered":
         return _registered_work(node, operands, results)
     if kind == "matmul":
         return _MATMULS[base_name(inner_target(node))](node, operands, results)
     if kind == "attention":
         return _attention(node, operands, results)
-    return (memory_work(kind, operands, results, 1),)
+    return (memory_work(kind or "pointwise", operands, results, 1),)
 
 
 def _registered_work(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:

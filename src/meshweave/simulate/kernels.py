@@ -26,7 +26,7 @@ from meshweave.ir.graph import Origin, block_name, map_nodes, origin_of, output_
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, Value
-from meshweave.simulate.classify import is_closing, is_fusible, kind_of, memory_work, operand_values, work_of
+from meshweave.simulate.classify import is_closing, is_fusible, known_kind, memory_work, operand_values, work_of
 
 Fusion = Literal["ops", "eager", "compiled", "blocks", "blocks+loss"]
 
@@ -94,7 +94,7 @@ class _Fusion:
         for node in work:
             self.sources[node] = self._operands(node)
             if not (node.target in STARTS or node.target is WAIT):
-                self.kinds[node] = kind_of(node)
+                self.kinds[node] = known_kind(node)
             for base in self.sources[node]:
                 self.readers.setdefault(base, []).append(node)
         groups: dict[int, _KernelGroup] = {}
@@ -278,8 +278,7 @@ def kernels_of(
     role: RankGraph, local: Local, fusion: Fusion, with_views: bool = False, update: str = "fused"
 ) -> tuple[list[Kernel], Local]:
     """The kernels of a role in execution order, and its values, of which equal values are merged.
-    `with_views`: a view is a kernel that moves nothing, as for a processor that runs the ops itself. Raises
-    MeshweaveError for an op without a cost."""
+    `with_views`: a view is a kernel that moves nothing, as for a processor that runs the ops itself."""
     if fusion not in get_args(Fusion):
         raise MeshweaveError("unknown fusion mode", got=repr(fusion), expected=", ".join(get_args(Fusion)))
     graph = role.graph

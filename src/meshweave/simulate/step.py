@@ -12,6 +12,7 @@ from meshweave.hardware.work import Attention, Matmul
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.simulate.buckets import Buckets
+from meshweave.simulate.classify import known_kind, priced_by_bytes
 from meshweave.simulate.clock import Slowdown, Times, Work, play
 from meshweave.simulate.exposure import Exposure, exposure_of
 from meshweave.simulate.kernels import Fusion, Kernel
@@ -54,7 +55,8 @@ def simulate_roles(
     roles: Sequence[RankGraph], profile: MachineProfile, options: SimulateOptions | None = None
 ) -> Simulation:
     """Simulate a step of `roles` on the machine of `profile`. Nothing is allocated, nothing is random: equal inputs
-    give equal results to the byte. Raises MeshweaveError for an op, dtype or link without a cost in the profile."""
+    give equal results to the byte. Raises MeshweaveError for a dtype or link without a cost in the
+    profile; an op of no known kind is priced by the bytes that it moves, with a note."""
     options = options or SimulateOptions()
     profile.check_mesh(roles[0].mesh)
     fusion = options.fusion or default_fusion(profile)
@@ -146,7 +148,7 @@ def _result(
         str(dtype).removeprefix("torch.") if dtype is not None else "",
         int(profile.usable_bytes),
         _verdict(roles, profile),
-        (*_notes(options, fusion, len(roles)), *_fragments(roles, profile)),
+        (*_notes(options, fusion, len(roles)), *_unknown_ops(tasks), *_fragments(roles, profile)),
     )
 
 
@@ -278,6 +280,11 @@ def _fragments(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[st
         "device to release segments, and may run out of memory; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
         "leaves fewer",
     )
+
+
+def _unknown_ops(tasks: Tasks) -> tuple[str, ...]:
+    nodes = (node for role in tasks.roles for kernel in role.kernels for node in kernel.nodes)
+    return priced_by_bytes(op_name(node.target) for node in nodes if not known_kind(node))
 
 
 def _notes(options: SimulateOptions, fusion: Fusion, num_roles: int) -> tuple[str, ...]:
