@@ -236,6 +236,23 @@ def test_writes_of_every_kind_are_captured() -> None:
     assert compared(Into([model.w, model.v, model.b]), model, 3) <= 1e-12
 
 
+class Assigning(Lion):
+    """Assigns new values by `.data`, after which views of the old values change nothing."""
+
+    def look(self, p: Tensor) -> float:
+        kept, old = self.state[p]["exp_avg"], p.data.view(-1)
+        kept.data = 0.5 * kept + 0.25 * p.data
+        p.data = 0.75 * p.data - 0.1 * kept
+        old.add_(1.0)
+        p.data.mul_(0.5)
+        return 0.0
+
+
+def test_values_assigned_by_data_are_captured() -> None:
+    model = Toy(torch.float64)
+    assert compared(Assigning([model.w, model.v, model.b]), model, 3) <= 1e-12
+
+
 def test_what_is_noted_on_a_parameter_counts() -> None:
     model = Toy(torch.float64)
     model.v.is_slow = True  # type: ignore[union-attr, assignment]
@@ -286,6 +303,27 @@ class Together(Lion):
         return sum(q.grad.sum() for g in self.param_groups for q in g["params"]) * p  # type: ignore[return-value]
 
 
+class Aliasing(Lion):
+    """Keeps a value in the memory of another."""
+
+    view: Callable[[Tensor, Tensor], Tensor] = staticmethod(lambda p, kept: kept)
+
+    def look(self, p: Tensor) -> float:
+        self.state[p]["same"] = self.view(p, self.state[p]["exp_avg"])
+        return 0.0
+
+
+def aliasing(view: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module], Aliasing]:
+    kind = type("Aliasing", (Aliasing,), {"view": staticmethod(view)})
+    return lambda m: kind(m.parameters())
+
+
+class Elsewhere(Lion):
+    def look(self, p: Tensor) -> float:
+        p.data = p.data.double()
+        return 0.0
+
+
 class Foreign(Lion):
     table = torch.ones(4)
 
@@ -308,6 +346,10 @@ class Foreign(Lion):
         (lambda m: Noisy(m.parameters()), r"draws random numbers\n  where: .*test_optimizers\.py:\d+ in look"),
         (lambda m: Together(m.parameters()), "combines the values of several parameters"),
         (lambda m: FirstOnly(m.parameters()), "'v' depends on the optimizer's other parameters"),
+        (aliasing(lambda p, kept: kept), "keeps 'same' in the memory of 'exp_avg'\n  where: Aliasing"),
+        (aliasing(lambda p, kept: kept.view(-1)), "keeps 'same' in the memory of 'exp_avg'"),
+        (aliasing(lambda p, kept: p.detach()), "keeps 'same' in the memory of the parameter"),
+        (lambda m: Elsewhere(m.parameters()), r"assigns other data to a tensor.*\n  where: .*in look"),
         (lambda m: Foreign(m.parameters()), r"not a parameter, gradient or state of its own\n  where: .*in look"),
         (
             lambda m: torch.optim.SGD(m.parameters(), differentiable=True),

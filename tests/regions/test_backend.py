@@ -169,6 +169,26 @@ def test_an_optimizer_may_keep_the_previous_value_of_what_it_updates(what: str, 
         torch.testing.assert_close(optimizers[0].state[ours], optimizers[1].state[theirs], rtol=1e-5, atol=1e-7)
 
 
+class Decay(torch.optim.Optimizer):
+    """Uses no gradients."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(group["lr"])
+
+
+def test_gradients_that_no_update_uses_are_not_computed_in_regions() -> None:
+    model, batch, loss = MODELS["mlp"]()
+    before = copy.deepcopy(dict(model.named_parameters()))
+    optimizer = Decay(model.parameters(), {"lr": 0.5})
+    step = mw.compile(model, loss=loss, example=batch, optimizer=optimizer, mesh="", backend="inductor")
+    step(batch)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, 0.5 * before[name])
+
+
 def test_updates_are_in_place() -> None:
     step, _ = trained("linear", "inductor", "", steps=1)
     key = ("param", "0.weight")

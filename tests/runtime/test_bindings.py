@@ -278,6 +278,14 @@ OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True),
         "of the model was replaced after compile",
     ),
+    "the memory of another parameter": (
+        lambda m: setattr(m.up.bias, "data", m.middle.bias.data),
+        "the parameter 'middle.bias' shares memory with the parameter 'up.bias'",
+    ),
+    "the memory of a buffer": (
+        lambda m: setattr(m.down.bias, "data", m.scale.view(8)),
+        "the parameter 'down.bias' shares memory with the buffer 'scale'",
+    ),
     "another buffer of another shape": (
         lambda m: setattr(m, "scale", torch.ones(1)),
         "the buffer 'scale' of the model",

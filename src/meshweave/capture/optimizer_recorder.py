@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -21,19 +22,21 @@ from meshweave.errors import CaptureError
 from meshweave.interop import pytree
 from meshweave.interop.fake import DispatchMode
 from meshweave.interop.ops import arguments_of, returns_of
+from meshweave.interop.storages import storage_key
 from meshweave.ir.traits import is_random
 
 aten = torch.ops.aten
 
 _META = torch.device("meta")
 _TENSOR: Any = Tensor
+_SET_DATA: Any = _TENSOR.data.__set__
 _SHAPES = frozenset(
     {_TENSOR.shape.__get__, _TENSOR.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__}
 )
 
 
 class _Items(TorchFunctionMode):
-    """`.item()` and `bool()` of stand-ins."""
+    """`.item()` and `bool()` of stand-ins, and what is assigned to them."""
 
     def __init__(self, recorder: OptimizerRecorder) -> None:
         super().__init__()
@@ -45,6 +48,8 @@ class _Items(TorchFunctionMode):
             return func(*args, **{**kwargs, "device": None})  # a number next to a parameter is a number
         if func in _SHAPES and self.recorder.is_known(args[0]):
             self.recorder.record.reads_shape = True
+        if func == _SET_DATA and self.recorder.is_known(args[0]):
+            return self.recorder.assign(*args)
         if func not in (Tensor.item, Tensor.__bool__, Tensor.__setitem__) or not self.recorder.is_known(args[0]):
             return func(*args, **kwargs)
         if func is Tensor.__setitem__:
@@ -86,6 +91,21 @@ class OptimizerRecorder(DispatchMode):
 
     def is_known(self, x: Any) -> bool:
         return isinstance(x, Tensor) and id(x) in self._refs
+
+    def assign(self, tensor: Tensor, value: Tensor) -> None:
+        """`tensor.data = value`: from now on both are the same tensor."""
+        if not self.is_known(value) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+            raise untraceable(
+                "the optimizer assigns other data to a tensor than values of its form",
+                f".data = a tensor {value.dtype} of shape {tuple(value.shape)}",
+                "compute it from the parameter, its gradient or its state, in their shape and dtype",
+            )
+        self._refs[id(tensor)] = self._refs[id(value)]
+
+    def shared_memory(self) -> list[tuple[str, str]]:
+        """Pairs of outputs, by slot (of a parameter: ""), that share memory when the run ends."""
+        memory = {key[2]: storage_key(self._alive[i]) for key, i in self.record.outputs.items() if key[0] != "grad"}
+        return [(a, b) for a, b in combinations(memory, 2) if memory[a] == memory[b]]
 
     @property
     def is_repeated(self) -> bool:

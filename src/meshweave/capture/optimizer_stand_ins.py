@@ -138,6 +138,8 @@ class StandIns:
             self._step()
         recorder.record.outputs["param", 0, ""] = recorder.know(param)
         left = replace(self._left(name, recorder), shared=self._changed([name]))
+        if pairs := recorder.shared_memory():
+            raise _shares_memory(name_of(self.source), *sorted(pairs[0], reverse=True))
         path = path.again(recorder.record) if path and recorder.is_repeated else prepared(recorder.record)
         self._runs[key] = recorder, path
         recorder.before = None
@@ -246,6 +248,17 @@ def _deep(optimizer: torch.optim.Optimizer, value: Any, memo: dict[int, Any]) ->
             got=f"{type(error).__name__}: {error}",
             hint="keep in the optimizer's attributes only objects that copy.deepcopy can copy",
         ) from error
+
+
+def _shares_memory(optimizer: str, slot: str, other: str) -> CaptureError:
+    owner = f"'{other}'" if other else "the parameter"
+    return CaptureError(
+        f"the optimizer keeps '{slot}' in the memory of {owner}",
+        where=optimizer,
+        got="two tensors on the same storage, so that an update of one changes the other",
+        expected="a storage of its own for each value between steps",
+        hint="clone() it where it is stored, or compute it when it is needed",
+    )
 
 
 class _Errors:

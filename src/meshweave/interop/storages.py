@@ -17,6 +17,25 @@ def storage_key(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two strided tensors share an element: slices of a storage may lie beside or between each other."""
+    if not a.numel() or not b.numel() or storage_key(a) != storage_key(b):
+        return False
+    (first, last), (start, end) = _bytes_of(a), _bytes_of(b)
+    if last <= start or end <= first or a.element_size() != b.element_size():
+        return first < end and start < last
+    taken = torch.zeros(max(last, end) // a.element_size(), dtype=torch.bool)
+    taken.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(taken.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+
+
+def _bytes_of(x: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the byte after its last."""
+    first = int(x.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return first * x.element_size(), (last + 1) * x.element_size()
+
+
 def is_stored_in(x: torch.Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a tensor still has a storage: a DTensor has a storage without data, and another after an assignment to
     its `.data`, which does not change its local tensor."""

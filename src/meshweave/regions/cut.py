@@ -80,8 +80,8 @@ class _Cut:
                 if isinstance(run, fx.Node):
                     parts.append(run)
                     continue
-                outputs = tuple(n for n in run if n in read)
-                parts.append(Region(chains[id(run)], inputs[id(run)], outputs))
+                if outputs := tuple(n for n in run if n in read):  # else nothing uses it, as unread gradients
+                    parts.append(Region(chains[id(run)], inputs[id(run)], outputs))
             steps.append(self.placed(parts, [n for n in nodes if n in self.alone]))
         return steps
 

@@ -17,7 +17,7 @@ from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.runtime.state import Key, State
 from meshweave.runtime.world import World
-from meshweave.runtime.written import Written, check_written
+from meshweave.runtime.written import Written, check_separate, check_written
 
 Mark = tuple[int, int]  # address and version: tells whether a tensor has been written
 
@@ -207,22 +207,38 @@ class Bindings:
         state.check_usable()
         if not is_compared:  # else the guards of the step have seen to it
             self.follow(is_strict=False)
-        for bound in (b for b in self.bound.values() if b.item.kind != "state"):
-            bound.check_assigned()
-            if bound.is_unwritten and (bound.form != "copy" or self._is_same(state, bound)):
-                continue
+        written = [b for b in self.bound.values() if b.item.kind != "state" and self._is_written(state, b)]
+        if written:
+            self._check_separate()
+        for bound in written:
             _check_spec(bound.item, bound.tensor)
             self._take(state, bound)
             self.note_written(bound)
         if is_compared:
-            written = [self._written(self.bound[key]) for key in self.written if key in self.bound]
+            compared = [self._written(self.bound[key]) for key in self.written if key in self.bound]
             self.written.clear()
-            check_written(self.world, written)
+            check_written(self.world, compared)
 
     def written_since(self, state: State) -> list[str]:
         """The parameters and buffers that were written since the step last did."""
         bounds = [bound for bound in self.bound.values() if bound.item.kind != "state"]
-        return [b.item.name for b in bounds if not b.is_unwritten or (b.form == "copy" and not self._is_same(state, b))]
+        return [b.item.name for b in bounds if self._differs(state, b)]
+
+    def _is_written(self, state: State, bound: Bound) -> bool:
+        bound.check_assigned()
+        return self._differs(state, bound)
+
+    def _differs(self, state: State, bound: Bound) -> bool:
+        return not bound.is_unwritten or (bound.form == "copy" and not self._is_same(state, bound))
+
+    def _check_separate(self) -> None:
+        """StepError if the user has put a trained parameter into the memory of another parameter or buffer."""
+        its = {_shown(b.item): b.memory for b in self.bound.values() if b.item.kind != "state"}
+        trained = {_shown(b.item) for b in self.bound.values() if b.item.kind == "param" and b.tensor.requires_grad}
+        check_separate(
+            {name: x for name, x in its.items() if name in trained},
+            {name: x for name, x in its.items() if name not in trained},
+        )
 
     def note_written(self, bound: Bound) -> None:
         """Compare a tensor over ranks next time."""

@@ -20,7 +20,7 @@ from meshweave.runtime.bindings import Bindings, Bound
 from meshweave.runtime.fingerprint import text_number
 from meshweave.runtime.initialize import full_values
 from meshweave.runtime.state import Key, State
-from meshweave.runtime.written import shown_names
+from meshweave.runtime.written import check_separate, shown_names
 
 if TYPE_CHECKING:
     from meshweave.runtime.session import Session
@@ -92,6 +92,8 @@ class OptimizerState:
         changed = [(item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(item)]
         now = self._numbers_now()
         numbers = [key for key, value in now.items() if _mark(value) != self.marks[key]]
+        if changed or numbers:
+            check_separate(self._tensors_now())
         names = [item.name for item, _ in changed if self._is_everywhere(item)] + [
             f"{slot}/{name}" for name, slot in numbers
         ]
@@ -122,6 +124,14 @@ class OptimizerState:
     def _numbers_now(self) -> dict[tuple[str, str], Any]:
         """The numbers that `optimizer.state` has, of those that the step last wrote."""
         return {key: self.optimizer.state.get(self.params[key[0]], {}).get(key[1]) for key in self.marks}
+
+    def _tensors_now(self) -> dict[str, Tensor]:
+        """The tensors of `optimizer.state`, with those of the parameters, by what they are; pieces of DTensors."""
+        named = {f"the parameter '{name}'": p for name, p in self.params.items() if p in self.optimizer.state}
+        for name, p in self.params.items():
+            entries = self.optimizer.state.get(p, {})
+            named |= {f"the optimizer's '{k}' of '{name}'": x for k, x in entries.items() if isinstance(x, Tensor)}
+        return {name: x.to_local() if hasattr(x, "to_local") else x for name, x in named.items()}
 
     def _entries(self, item: Input) -> tuple[str, dict[str, Any]]:
         slot, _, name = item.name.partition("/")
