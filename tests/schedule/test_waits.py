@@ -1,0 +1,80 @@
+"""Waits in an order of items: as late as they can be, or where communication is done for certain."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+from tests.problem.by_hand import all_orders, communication, kernel, named, problem_of
+
+from meshweave.problem.problem import Problem
+from meshweave.schedule.waits import sunk_waits, with_waits
+
+STEP = problem_of(
+    communication("x", 1.0),
+    kernel("k", 1.0),
+    communication("y", 1.0, "k"),
+    kernel("uses_x", 1.0, "x"),
+    kernel("uses_both", 1.0, "x", "y"),
+    communication("z", 1.0, "k"),
+)
+
+
+def test_each_wait_comes_right_before_its_first_reader_or_at_the_end() -> None:
+    orders = list(all_orders(STEP))
+    assert len(orders) > 10
+    for items in orders:
+        order = with_waits(STEP, items)
+        assert STEP.check(order) == ""
+        assert [x for x in order if x >= 0] == list(items)
+        for start in STEP.starts:
+            readers = [i for i in items if start in STEP.waits[i]]
+            after = order[order.index(~start) + 1 :]
+            next_item = next((x for x in after if x >= 0), None)
+            assert next_item == (readers[0] if readers else None)
+
+
+def test_waits_that_are_there_already_stay() -> None:
+    order = [0, ~0, 1, 2, 3, ~2, 4, 5]
+    assert with_waits(STEP, order) == [*order, ~5]
+    assert with_waits(STEP, with_waits(STEP, range(6))) == with_waits(STEP, range(6))
+
+
+def test_a_communication_without_a_wait_gets_none() -> None:
+    problem = problem_of(communication("x", 1.0), kernel("k", 1.0))
+    problem.is_waited[0] = False
+    assert with_waits(problem, (0, 1)) == [0, 1]
+    assert sunk_waits(problem, (0, 1), None) == [0, 1]
+
+
+def line(seconds: float, *, first_reader: int = 4) -> Problem:
+    """A communication of `seconds`, and five kernels of 1 s, of which the last and `first_reader` need it."""
+    kernels = [kernel(f"k{i}", 1.0, *["x"] * (i in (first_reader, 4))) for i in range(5)]
+    return problem_of(communication("x", seconds), *kernels)
+
+
+@pytest.mark.parametrize(("seconds", "place"), [(0.4, 1), (0.5, 1), (0.6, 2), (1.0, 2), (1.4, 3), (9.0, 4)])
+def test_a_wait_stands_where_twice_the_time_is_over(seconds: float, place: int) -> None:
+    """Kernel i begins at second i: the wait comes before the first that begins after twice the communication."""
+    problem = line(seconds)
+    expected = ["x", *(f"k{i}" for i in range(place)), "~x", *(f"k{i}" for i in range(place, 5))]
+    assert named(problem, sunk_waits(problem, range(6), None)) == expected
+
+
+def test_a_wait_that_is_needed_earlier_stands_before_what_needs_it() -> None:
+    problem = line(2.0, first_reader=1)
+    assert named(problem, sunk_waits(problem, range(6), None)) == ["x", "k0", "~x", "k1", "k2", "k3", "k4"]
+
+
+def test_waits_that_nothing_needs_are_in_the_order_in_which_communications_end() -> None:
+    problem = problem_of(communication("long", 9.0, channel="a"), communication("short", 5.0, channel="b"))
+    assert named(problem, sunk_waits(problem, (0, 1), None)) == ["long", "short", "~short", "~long"]
+
+
+def test_sunk_waits_make_an_order_of_every_order_of_items() -> None:
+    for items in all_orders(STEP):
+        with_early = list(chain.from_iterable((x, ~x) if STEP.channel[x] >= 0 else (x,) for x in items))
+        order = sunk_waits(STEP, with_early, None)
+        assert STEP.check(order) == ""
+        assert [x for x in order if x >= 0] == list(items)
+        assert order == sunk_waits(STEP, items, None)  # the waits of the order itself do not matter
