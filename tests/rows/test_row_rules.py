@@ -37,6 +37,8 @@ SAMPLES = {
     "gather on a piece": sample(local_ops.gather, F(4, 6), 1, I(4, 6), 0),
     "max on a piece": sample(local_ops.extreme, F(4, 2, 6), [1], False, "max"),
 }
+# A dim of 4 has 3 cuts (1 x 2, 1 x 4, 2 x 2), a dim of 6 has 5; each at the operand and at the result.
+NUM_RULES = {"relu": 16, "t": 16, "select": 16, "max on a piece": 16, "mean": 8, "sum": 8}
 COMBINED = {"sum": sum, "avg": lambda parts: sum(parts) / len(parts)}
 
 
@@ -81,7 +83,7 @@ def test_chunks_give_the_whole(name: str) -> None:
                     assert all(torch.equal(part[i], chunk(result, how, c)) for c, part in enumerate(parts))
                 else:
                     torch.testing.assert_close(COMBINED[how]([part[i] for part in parts]), result)
-    assert num_rules
+    assert num_rules == NUM_RULES.get(name, num_rules) > 0
 
 
 REFUSED = [
