@@ -185,6 +185,7 @@ class CompileOptions:
             shard = batch_shard(mesh, plan)[0]
             example = global_example(self.example, self.batch, shard)
             with world.guard():  # all ranks measure and choose together
+                numbers_of_all(world, 0)  # connects them: later a rank that waits learns of the failure of another
                 is_eager = self.session.backend == "eager"
                 chosen = costs_for(self.profile, world, self.progress, is_eager=is_eager)
                 prepare_compiler(self.session.backend, world, sum(x.numel() for x in self.model.parameters()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -257,6 +258,7 @@ class Disk(Exception):
 
 def job_failures(pipe: Connection) -> dict[str, Any]:
     """Rank 1 alone fails in each stage of a compile: the other learns it when they next meet, and the job goes on."""
+    os.environ["MESHWEAVE_CACHE"] = tempfile.mkdtemp()  # a program of another test would be loaded, not expanded
     found = []
     for stage in ("capture", "place", "expand", "start"):
 
