@@ -25,7 +25,6 @@ from meshweave.ir.rank import RankGraph
 from meshweave.runtime.allocator import keep_freed_memory
 from meshweave.runtime.calls import calls_of_job, has_failed_world
 from meshweave.runtime.collectives import Group
-from meshweave.runtime.cuda_graphs import DeviceGraphs
 from meshweave.runtime.executor import Compiled, Executor, Meter
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost
 from meshweave.runtime.serial import SerialExecutor
@@ -63,17 +62,11 @@ class ClusterWorld:
         self._depth = self._num_guards = 0
         finalize(self, self._watch.close).atexit = False
 
-    def executor(
-        self,
-        roles: Sequence[RankGraph],
-        ranks: Sequence[Compiled],
-        meter: Meter | None,
-        graphs: DeviceGraphs | None = None,
-    ) -> Executor:
+    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
         """The executor of this rank, with the process groups that the roles use. All ranks call it together."""
         with self.guard():
             self.communicator.prepare(roles)
-        return SerialExecutor(ranks[0], self.rank, self.communicator, meter, graphs)
+        return SerialExecutor(ranks[0], self.rank, self.communicator, meter)
 
     def close(self) -> None:
         """Stop watching the other ranks. The world must not be used afterwards."""

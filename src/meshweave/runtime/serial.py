@@ -59,14 +59,12 @@ class Alone:
 
 @dataclass(slots=True)
 class SerialExecutor:
-    """Runs the tasks of one device in order, its communications through a communicator. With `graphs`, passes that
-    nobody observes are recorded and replayed."""
+    """Runs the tasks of one device in order, its communications through a communicator."""
 
     compiled: Compiled
     device: int
     communicator: Communicator
     meter: Meter | None = None
-    graphs: DeviceGraphs | None = None
     _fresh: Env = field(init=False)
     _env: Env = field(default_factory=list)
     _recorder: TaskRecorder | None = None
@@ -76,8 +74,10 @@ class SerialExecutor:
 
     def __post_init__(self) -> None:
         self._fresh = environment(self.compiled, self.device)
-        if self.graphs is not None:
-            self._passes = RecordedPasses(self.compiled, self.device, self.graphs, self._run)
+
+    def record_passes(self, graphs: DeviceGraphs) -> None:
+        """Record passes that nobody observes, and replay them."""
+        self._passes = RecordedPasses(self.compiled, self.device, graphs, self._run)
 
     def record(self, recorder: TaskRecorder | None) -> None:
         self._recorder = self.communicator.recorder = recorder

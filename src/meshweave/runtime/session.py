@@ -30,6 +30,7 @@ from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
 from meshweave.runtime.recorded import can_be_recorded
 from meshweave.runtime.saves import Saves
+from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.update import Replacements, Update, outputs, pieces_by_name, scalar
@@ -114,7 +115,10 @@ class Session:
         kept = {"loss", "output", "norm", "buffer", "param", "state", "carry"}
         kept |= {"grad"} if self.settings.keep_gradients else set()
         self.ranks = self._compiled(kept, True, has_regions)
-        self.executor = self.world.executor(self.roles, self.ranks, meter, self._recorder(has_regions))
+        self.executor = self.world.executor(self.roles, self.ranks, meter)
+        graphs = self._recorder(has_regions)
+        if graphs is not None and isinstance(self.executor, SerialExecutor):
+            self.executor.record_passes(graphs)
         self.inputs = Inputs(self.world, self.ranks, self.settings.accumulate)
         self.replacements = Replacements.of(self.ranks)
         if self.settings.accumulate > 1:  # earlier microbatches have their own tasks, and pass on other values

@@ -15,7 +15,6 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.cuda_graphs import DeviceGraphs
 from meshweave.runtime.executor import Compiled, Executor, Meter
 from meshweave.runtime.serial import Alone, SerialExecutor
 from meshweave.runtime.virtual import LocalExecutor
@@ -36,15 +35,9 @@ class World(Protocol):
     @property
     def is_distributed(self) -> bool: ...
 
-    def executor(
-        self,
-        roles: Sequence[RankGraph],
-        ranks: Sequence[Compiled],
-        meter: Meter | None,
-        graphs: DeviceGraphs | None = None,
-    ) -> Executor:
+    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
         """The executor of `ranks[i]` on local device i. Every process calls it, with the same `roles`, before the first
-        step. A single device may record its passes with `graphs`."""
+        step."""
         ...
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
@@ -132,15 +125,9 @@ class LocalWorld:
         self.mesh, self.devices = mesh, mesh.devices
         self.device = checked_device(device or "cpu")
 
-    def executor(
-        self,
-        roles: Sequence[RankGraph],
-        ranks: Sequence[Compiled],
-        meter: Meter | None,
-        graphs: DeviceGraphs | None = None,
-    ) -> Executor:
+    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
         if len(self.devices) == 1:
-            return SerialExecutor(ranks[0], self.devices[0], Alone(), meter, graphs)
+            return SerialExecutor(ranks[0], self.devices[0], Alone(), meter)
         return LocalExecutor(ranks, self.devices, self.device, meter)
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
