@@ -286,6 +286,10 @@ OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: setattr(m.down.bias, "data", m.scale.view(8)),
         "the parameter 'down.bias' shares memory with the buffer 'scale'",
     ),
+    "the memory of a buffer that forward changes": (
+        lambda m: setattr(m.norm.running_mean, "data", m.norm.running_var.data),
+        "the buffer 'norm.running_var' shares memory with the buffer 'norm.running_mean'",
+    ),
     "another buffer of another shape": (
         lambda m: setattr(m, "scale", torch.ones(1)),
         "the buffer 'scale' of the model",

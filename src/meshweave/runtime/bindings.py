@@ -99,6 +99,7 @@ class Bindings:
     written: dict[Key, None] = field(default_factory=dict)  # taken over, but not yet compared over ranks
     model: nn.Module | None = None
     keys: dict[Key, Key] = field(default_factory=dict)  # by kind and any name of a tensor; tied tensors have several
+    changing: set[Key] = field(default_factory=set)  # the values that steps change
 
     def bind(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Bind the parameters and buffers of `model` to a filled state. All processes call it.
@@ -232,12 +233,11 @@ class Bindings:
         return not bound.is_unwritten or (bound.form == "copy" and not self._is_same(state, bound))
 
     def _check_separate(self) -> None:
-        """StepError if the user has put a trained parameter into the memory of another parameter or buffer."""
-        its = {_shown(b.item): b.memory for b in self.bound.values() if b.item.kind != "state"}
-        trained = {_shown(b.item) for b in self.bound.values() if b.item.kind == "param" and b.tensor.requires_grad}
+        """StepError if the user has put a value that steps change into the memory of another parameter or buffer."""
+        its = [b for b in self.bound.values() if b.item.kind != "state"]
         check_separate(
-            {name: x for name, x in its.items() if name in trained},
-            {name: x for name, x in its.items() if name not in trained},
+            {_shown(b.item): b.memory for b in its if b.key in self.changing},
+            {_shown(b.item): b.memory for b in its if b.key not in self.changing},
         )
 
     def note_written(self, bound: Bound) -> None:

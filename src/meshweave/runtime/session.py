@@ -96,6 +96,7 @@ class Session:
         if share is not None:
             self.state.extend(self.roles)
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
+        self.bindings.changing |= self._lasting_outputs
         self.carries = Carries(self.roles, world)
         self.values: dict[str, Tensor] = {}  # loss and grad_norm of the last step
         self.progress = Progress(settings.accumulate)
