@@ -87,19 +87,25 @@ def test_the_regions_of_twin_layers_are_one_function() -> None:
     assert keys[0] >= keys[1] or len(keys[1] - keys[0]) <= 2  # of the update, which is cut by bytes
 
 
-def test_a_region_of_the_update_frees_old_parameters_before_long() -> None:
+def updates_of_large_layers(optimizer: type[torch.optim.Optimizer]) -> RankGraph:
+    """The step of six layers of 4 MiB each."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(6)))  # 4 MiB each
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(6)))
     step = mw.compile(
         model,
         loss=lambda out, batch: (out - batch["y"]).square().mean(),
         example={"x": torch.zeros(2, 1024), "y": torch.zeros(2, 1024)},
         forward=lambda module, batch: module(batch["x"]),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+        optimizer=optimizer(model.parameters(), lr=1e-3),  # type: ignore[call-arg]
         mesh="",
     )
-    steps, values = cut_role(step.program.rank)
-    kept = outputs_of(step.program.rank)
+    return step.program.rank
+
+
+def test_a_region_of_the_update_frees_old_parameters_before_long() -> None:
+    role = updates_of_large_layers(torch.optim.SGD)
+    steps, values = cut_role(role)
+    kept = outputs_of(role)
     made = [
         sum(x.storage_bytes for n in s.outputs if n in kept for x in values[n])
         for s in steps
@@ -107,6 +113,25 @@ def test_a_region_of_the_update_frees_old_parameters_before_long() -> None:
     ]
     assert len(made) == 6
     assert max(made) == UPDATE_BYTES
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_region_of_the_update_has_whole_updates_in_it(optimizer: type[torch.optim.Optimizer]) -> None:
+    """A schedule may run the first op of every update before the second of any."""
+    role = updates_of_large_layers(optimizer)
+    values, kept = local_values(role).values, outputs_of(role)
+    nodes = [n for n in role.graph.nodes if n.op == "call_function" and origin_of(n).phase == "update"]
+    depth: dict[fx.Node, int] = {}
+    for node in nodes:
+        depth[node] = 1 + max((depth.get(n, 0) for n in node.all_input_nodes), default=0)
+    breadth_first = sorted(nodes, key=depth.__getitem__)
+    assert breadth_first != nodes
+    (steps,) = cut([breadth_first], kept, values)
+    regions = [step for step in steps if isinstance(step, Region)]
+    assert len(regions) >= 6
+    for region in regions:
+        parted = [n for n in region.outputs if n not in kept and values[n][0].storage_bytes >= UPDATE_BYTES]
+        assert len(parted) <= 3  # where it ends, within the update of a single parameter
 
 
 def test_what_a_compiler_must_not_see_runs_by_itself() -> None:

@@ -7,8 +7,9 @@ from itertools import chain
 import pytest
 from tests.problem.by_hand import all_orders, communication, kernel, named, problem_of
 
+from meshweave.problem.play import seconds_of
 from meshweave.problem.problem import Problem
-from meshweave.schedule.waits import sunk_waits, with_waits
+from meshweave.schedule.waits import hoisted, sunk_waits, with_waits
 
 STEP = problem_of(
     communication("x", 1.0),
@@ -78,3 +79,57 @@ def test_sunk_waits_make_an_order_of_every_order_of_items() -> None:
         assert STEP.check(order) == ""
         assert [x for x in order if x >= 0] == list(items)
         assert order == sunk_waits(STEP, items, None)  # the waits of the order itself do not matter
+
+
+# Two gradients arrive; each is scaled, then added to its parameter.
+UPDATES = problem_of(
+    communication("x", 1.0),
+    communication("y", 2.0),
+    kernel("scale_x", 1.0, "x"),
+    kernel("scale_y", 1.0, "y"),
+    kernel("add_x", 1.0, "scale_x"),
+    kernel("add_y", 1.0, "scale_y"),
+)
+
+
+def test_a_chain_that_waits_part_becomes_one_piece() -> None:
+    breadth_first = with_waits(UPDATES, range(6))
+    assert named(UPDATES, breadth_first) == ["x", "y", "~x", "scale_x", "~y", "scale_y", "add_x", "add_y"]
+    expected = ["x", "y", "~x", "scale_x", "add_x", "~y", "scale_y", "add_y"]
+    assert named(UPDATES, hoisted(UPDATES, breadth_first)) == expected
+
+
+def test_a_whole_chain_is_hoisted_as_far_as_its_operands_are_there() -> None:
+    problem = problem_of(
+        communication("x", 1.0),
+        communication("y", 1.0),
+        kernel("a", 1.0, "x"),
+        kernel("uses_y", 1.0, "y"),
+        kernel("b", 1.0, "a"),
+        kernel("c", 1.0, "b"),
+        kernel("d", 1.0, "c", "uses_y"),
+    )
+    expected = ["x", "y", "~x", "a", "b", "c", "~y", "uses_y", "d"]
+    assert named(problem, hoisted(problem, with_waits(problem, range(7)))) == expected
+
+
+def test_no_kernel_is_hoisted_over_a_start() -> None:
+    problem = problem_of(
+        communication("x", 1.0), kernel("a", 1.0), kernel("uses_x", 1.0, "x"),
+        communication("y", 1.0, "uses_x"), kernel("b", 1.0, "a"),
+    )  # fmt: skip
+    order = with_waits(problem, range(5))
+    assert hoisted(problem, order) == order
+
+
+@pytest.mark.parametrize("problem", [STEP, UPDATES])
+def test_hoisting_keeps_an_order_and_what_comes_before_each_start_and_is_never_slower(problem: Problem) -> None:
+    for items in all_orders(problem):
+        order = with_waits(problem, items)
+        moved = hoisted(problem, order)
+        assert problem.check(moved) == ""
+        assert sorted(moved) == sorted(order)
+        for start in problem.starts:
+            before, after = (set(x[: x.index(start)]) for x in (order, moved))
+            assert before == after
+        assert seconds_of(problem, moved) <= seconds_of(problem, order) + 1e-12

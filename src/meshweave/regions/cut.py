@@ -91,7 +91,7 @@ class _Cut:
     def runs(self, part: Sequence[fx.Node]) -> Iterator[fx.Node | list[fx.Node]]:
         """The nodes of a part except views: runs of compute, and nodes that run by themselves."""
         run: list[fx.Node] = []
-        for node in _elements_first(part):
+        for node in _elements_first(list(self.by_value(part))):
             if self.is_view(node):
                 continue
             is_element = node.target is operator.getitem and node.all_input_nodes[0] not in run
@@ -105,6 +105,19 @@ class _Cut:
                 run = []
             run.append(node)
         yield from self.closed(run)
+
+    def by_value(self, part: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """The nodes of a part, those of the update value by value between two communications: whatever order they have,
+        a region that ends has whole updates in it."""
+        stretch: list[fx.Node] = []
+        for node in part:
+            if origin_of(node).phase == "update" and node.target not in STARTS and node.target is not WAIT:
+                stretch.append(node)
+                continue
+            yield from _value_by_value(stretch)
+            stretch = []
+            yield node
+        yield from _value_by_value(stretch)
 
     def ends_before(self, run: Sequence[fx.Node], node: fx.Node) -> bool:
         """Whether a new region begins: at another block of the model, or when the update has computed the allowed
@@ -221,6 +234,24 @@ def _elements_first(part: Sequence[fx.Node]) -> Iterator[fx.Node]:
             continue
         yield node
         yield from (user for user in node.users if user.target is operator.getitem and user in own)
+
+
+def _value_by_value(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes in an order in which all that a final value needs comes right before it; final values are those that no
+    other of the nodes reads."""
+    left = set(nodes)
+    for final in [n for n in nodes if left.isdisjoint(n.users)]:
+        stack = [final]
+        while stack:
+            node = stack[-1]
+            needed = [n for n in node.all_input_nodes if n in left]
+            if needed:
+                stack += reversed(needed)
+                continue
+            stack.pop()
+            if node in left:
+                left.remove(node)
+                yield node
 
 
 def _inputs(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

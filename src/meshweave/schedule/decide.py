@@ -22,7 +22,7 @@ from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
 from meshweave.schedule.recall import Decision, entry_of, recalled, store
 from meshweave.schedule.report import INPUT, CandidateRow, Deferred, OverlapReport
 from meshweave.schedule.search import OrderCandidate, OrderSearch, choose
-from meshweave.schedule.waits import sunk_waits
+from meshweave.schedule.waits import hoisted, sunk_waits, with_waits
 from meshweave.simulate.clock import Slowdown
 
 _SLACK = 0.05  # how far above the input order's peak an order may go if the caller sets no cap
@@ -145,7 +145,7 @@ def _sought(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str)
         raise _no_order(search.merger.reading, search.least, search.cap)
     names = {name for name, _ in orders}
     choice = choose(candidates, search.slowdown, rule, sum(c.name in names for c in candidates))
-    chosen = _patient(choice.chosen, search.slowdown, search.cap)
+    chosen = _settled(choice.chosen, search.slowdown, search.cap)
     judged = [chosen if c is choice.chosen else c for c in choice.candidates]
     rows = [
         CandidateRow(
@@ -159,16 +159,18 @@ def _sought(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str)
     return Decision(chosen, tuple(rows), choice.regret)
 
 
-def _patient(chosen: OrderCandidate, slowdown: Slowdown | None, cap: float) -> OrderCandidate:
-    """The candidate with its waits as late as memory allows (`sunk_waits`), if that changes its nominal time by no more
-    than `_SUNK`: other caps chose among orders whose waits were not moved."""
+def _settled(chosen: OrderCandidate, slowdown: Slowdown | None, cap: float) -> OrderCandidate:
+    """The candidate with chains of kernels in one piece (`hoisted`) and its waits as late as memory allows
+    (`sunk_waits`), as far as that changes its nominal time by no more than `_SUNK`: other caps chose among orders whose
+    items were not moved."""
     problem = chosen.merged.problem
-    order = tuple(sunk_waits(problem, chosen.order, slowdown))
-    seconds, peak = seconds_of(problem, order, slowdown), peak_of(problem, order)
-    if peak > cap or not (1 - _SUNK) * chosen.seconds[0] <= seconds <= chosen.seconds[0]:
-        return chosen
-    others = [scenario.seconds(problem, order, slowdown) for scenario in SCENARIOS[1:]]
-    return replace(chosen, order=order, seconds=(seconds, *others), peak=peak)
+    for items in (hoisted(problem, with_waits(problem, chosen.order)), chosen.order):
+        order = tuple(sunk_waits(problem, items, slowdown))
+        seconds, peak = seconds_of(problem, order, slowdown), peak_of(problem, order)
+        if peak <= cap and (1 - _SUNK) * chosen.seconds[0] <= seconds <= chosen.seconds[0]:
+            others = [scenario.seconds(problem, order, slowdown) for scenario in SCENARIOS[1:]]
+            return replace(chosen, order=order, seconds=(seconds, *others), peak=peak)
+    return chosen
 
 
 def _report(
