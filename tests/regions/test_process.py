@@ -20,7 +20,7 @@ import meshweave as mw
 from meshweave.interop import inductor
 from meshweave.ir.ops import KERNELS
 from meshweave.regions.compiler import RegionCompiler
-from meshweave.regions.process import CompilerProcess, dump, load
+from meshweave.regions.process import _SCRIPT, CompilerProcess, dump, load
 from meshweave.regions.trace import Form, RegionCall, RegionFunction
 
 CPU = torch.device("cpu")
@@ -157,6 +157,18 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
     process._process.stdin.close()  # as the end of this process would
     process.wait()
     assert process.is_done
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of Linux")
+def test_a_process_gives_way_and_ends_with_its_parent_before_it_has_imported_torch() -> None:
+    process = subprocess.Popen([sys.executable, "-c", _SCRIPT], stdin=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    end = time.monotonic() + 30
+    while os.getpriority(os.PRIO_PROCESS, process.pid) != 10 and time.monotonic() < end:
+        time.sleep(0.01)
+    process.stdin.write((4).to_bytes(8, "big") + b"none")  # an error once torch is there
+    process.stdin.close()
+    assert process.wait(60) == -signal.SIGTERM
 
 
 if __name__ == "__main__":

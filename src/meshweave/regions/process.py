@@ -1,16 +1,13 @@
 """A process that compiles regions into Inductor's disk cache, while steps run without them.
 
-    python -m meshweave.regions.process  < regions, pickled  > a line per region
-
 The training process then finds them in the cache. A crash of the compiler ends only this process. It ends with its
-parent, when the parent's end of the pipe closes.
+parent, when the parent's end of the pipe closes: regions, pickled, come on stdin, the number of each goes to stdout.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -119,13 +116,27 @@ class CompilerProcess:
             self._reader.join()
 
 
-# Training has priority from the beginning: importing torch takes seconds of a core.
+# Training has priority from the beginning, and nothing goes on without it: importing torch takes seconds of a core.
+# Where Linux groups processes by session, only the group's niceness counts beside another session.
 _SCRIPT = f"""
-import os, sys
+import os, signal, sys, threading
 if sys.platform == "linux":
     os.nice({_NICE})
+    try:
+        with open("/proc/self/autogroup", "w") as group:
+            group.write("{_NICE}")
+    except OSError:
+        pass
+size = int.from_bytes(sys.stdin.buffer.read({_HEADER_BYTES}), "big")
+payload = sys.stdin.buffer.read(size)
+
+def end_with_the_parent():
+    sys.stdin.buffer.read(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=end_with_the_parent, daemon=True).start()
 from meshweave.regions.process import main
-main()
+main(payload)
 """
 
 
@@ -135,21 +146,14 @@ def give_way() -> None:
         os.nice(_NICE)
 
 
-def main() -> None:
-    """Compile the regions on stdin; print the number of each region when it is done."""
+def main(payload: bytes) -> None:
+    """Compile the regions of a payload; print the number of each region when it is done."""
     out, sys.stdout = sys.stdout, sys.stderr  # output of a compiler is not a number
-    size = int.from_bytes(sys.stdin.buffer.read(_HEADER_BYTES), "big")
     inductor = load_inductor()
-    settings, functions = load(sys.stdin.buffer.read(size))
-    Thread(target=_end_with_the_parent, daemon=True).start()
+    settings, functions = load(payload)
     inductor.apply_settings(settings)
     for i, data in enumerate(functions):
         with suppress(Exception):  # the training process tries again, and reports the error
             function = load(data)
             function.compiled(inductor)
         print(i, file=out, flush=True)
-
-
-def _end_with_the_parent() -> None:
-    sys.stdin.buffer.read(1)
-    os.kill(os.getpid(), signal.SIGTERM)
