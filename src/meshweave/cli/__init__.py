@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from meshweave.cli import prove, simulate, train
 from meshweave.cli.calibrate import CalibrateOptions, calibrate
+from meshweave.cli.check import CheckOptions, check
 from meshweave.cli.command import add_command
+from meshweave.cli.explain import ExplainOptions, explain
 from meshweave.cli.move import MoveOptions, move
+from meshweave.cli.plan import PlanOptions, plan
+from meshweave.cli.run import RunOptions, run
+from meshweave.cli.simulate import SimulateCommandOptions, simulate
 
 __all__ = ["app", "main"]
 
@@ -19,11 +23,11 @@ app = typer.Typer(
     help="A communication compiler for distributed PyTorch training. MODEL is file.py:factory or "
     "hf:MODEL_TYPE?num_hidden_layers=2&hidden_size=64.",
 )
-add_command(app, "run", train.RunOptions, train.run)
-add_command(app, "check", prove.CheckOptions, prove.check)
-add_command(app, "plan", prove.PlanOptions, prove.plan)
-add_command(app, "explain", simulate.ExplainOptions, simulate.explain)
-add_command(app, "simulate", simulate.SimulateCommandOptions, simulate.simulate)
+add_command(app, "run", RunOptions, run)
+add_command(app, "check", CheckOptions, check)
+add_command(app, "plan", PlanOptions, plan)
+add_command(app, "explain", ExplainOptions, explain)
+add_command(app, "simulate", SimulateCommandOptions, simulate)
 add_command(app, "move", MoveOptions, move)
 add_command(app, "calibrate", CalibrateOptions, calibrate)
 

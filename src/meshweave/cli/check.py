@@ -1,8 +1,7 @@
-"""check and plan: prove and show MODEL's program before it is trained."""
+"""check: prove MODEL's program, and compare it with one device and with eager PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from meshweave.cli.screen import Screen
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
 from meshweave.report import tables
-from meshweave.report.moves import MoveRow, move_rows, rounded_sums
+from meshweave.report.moves import rounded_sums
 from meshweave.runtime.cluster import check_devices, make_world
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
@@ -31,29 +30,6 @@ from meshweave.train_step import TrainStep
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions(MeshStepOptions):
     steps: Annotated[int, typer.Option("--steps", min=1, help="number of steps to compare")] = CHECK_STEPS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(MeshStepOptions):
-    show_all: Annotated[bool, typer.Option("--all", help="show every repeated layer")] = False
-
-
-def plan(screen: Screen, job: PlanOptions) -> int:
-    """Show every move of data in one step, without running it. An hf: model takes no memory."""
-    mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
-    source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
-    with screen.stages() as stage:
-        program = compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
-    rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh)
-    screen.out.print(tables.moves_table(rows, show_all=job.show_all))
-    screen.out.print(tables.totals_table(rows))
-    for note in program.notes:
-        screen.say(note)
-    folded = tables.fold(rows, twins=not job.show_all)
-    shown = [r.row.as_dict() | {"name": r.name or r.row.name, "count": r.count} for r in folded]
-    sums, received = [total.as_dict() for total in tables.totals(rows)], sum(r.bytes_received for r in rows)
-    screen.result(True, mesh=str(mesh), num_moves=len(rows), bytes_received=received, moves=shown, totals=sums)
-    return 0
 
 
 def check(screen: Screen, job: CheckOptions) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import fx
 
 from meshweave.buckets.unmerge import merged_results
 from meshweave.ir.graph import origin_of
-from meshweave.passes import PASSES
+from meshweave.passes import Overlap
 from meshweave.program import Program
 from meshweave.report.tables import bytes_text
 from meshweave.simulate.result import Simulation
@@ -54,20 +53,8 @@ def gain_lines(program: Program, before: Simulation, after: Simulation) -> Itera
     )
     if program.optimized.variants:
         yield f"  taken: {program.optimized.name}; of {'; '.join(map(str, program.optimized.variants))}"
-    for i, kept in enumerate(program.optimized.keeps):
-        yield f"  role {i}: {kept}"
-    for i, split in enumerate(program.optimized.splits):
-        yield f"  role {i}: {str(split).splitlines()[0]}"
-    for i, rings in enumerate(program.optimized.rings):
-        schemes = Counter(row.scheme for row in rings.rows if row.is_taken)
-        counted = (
-            ", ".join(f"{count} {scheme}" for scheme, count in schemes.items()) or rings.rows[0].reason
-            if rings.rows
-            else ""
-        )
-        yield f"  role {i}: {rings.num_taken} of {len(rings.rows)} collectives decomposed: {counted}"
-    for name, reports in program.optimized.reports.items():  # the user's own passes
-        if name not in PASSES:
+    for name, reports in program.optimized.reports.items():
+        if name != Overlap.name:
             yield from (f"  role {i}, {name}: {str(report).splitlines()[0]}" for i, report in enumerate(reports))
     for i, report in enumerate(program.overlap):
         merges_taken = [m for m in report.merges if m.is_taken]

@@ -1,9 +1,9 @@
-"""simulate and explain: a MODEL's training step on any machine, present or not."""
+"""simulate: a MODEL's training step on any machine, present or not."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,16 +12,14 @@ import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
-from torch import fx
 
 from meshweave import whatif
 from meshweave.cli.costs import parse_machine
-from meshweave.cli.job import MeshStepOptions, StepOptions, compiled, parse_bytes
-from meshweave.cli.scheduled import gain_lines, gain_row, is_named, modules_of, parts_of
+from meshweave.cli.job import parse_bytes
+from meshweave.cli.machine import MachineOptions, compiled_for
+from meshweave.cli.scheduled import gain_lines, gain_row
 from meshweave.cli.screen import Screen, check_outputs, write_text
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import MachineProfile, profile_names
-from meshweave.ir.mesh import Mesh
 from meshweave.program import Program
 from meshweave.report.diff import diff_rows, diff_table
 from meshweave.report.html import html_page
@@ -29,35 +27,12 @@ from meshweave.report.moves import move_rows
 from meshweave.report.simulation import simulation_table
 from meshweave.report.tables import bytes_text
 from meshweave.report.trace import trace_json
-from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.buckets import OF_BLOCKS
-from meshweave.simulate.kernels import Fusion
 from meshweave.simulate.pipelines import Pipeline
-from meshweave.simulate.result import Simulation, Span
+from meshweave.simulate.result import Simulation
 from meshweave.whatif import best_of
 
 MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineOptions(StepOptions):
-    """The machine of a simulated step."""
-
-    profile: Annotated[
-        str, typer.Option("--profile", help=f"machine: {', '.join(profile_names())}, or a file (profile.toml)")
-    ] = "h100"
-    scale: Annotated[
-        str, typer.Option("--scale", help="what-if factors of the machine: net_bandwidth=2,attention=cudnn")
-    ] = ""
-    fusion: Annotated[
-        Fusion | None,
-        typer.Option("--fusion", help="what runs as a single kernel; by default as the machine profile says"),
-    ] = None
-
-    def job(self, mesh: str, plan: str) -> MeshStepOptions:
-        """The step on a mesh; moves are chosen by the unscaled profile."""
-        shared = {f.name: getattr(self, f.name) for f in fields(StepOptions)}
-        return MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +61,6 @@ class SimulateCommandOptions(MachineOptions):
     ] = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainOptions(MachineOptions):
-    mesh: Annotated[str, typer.Option("--mesh", help="named axes")] = ""
-    plan: Annotated[str, typer.Option("--plan", help="as for plan")] = ""
-    why: Annotated[str, typer.Option("--why", help="a node, module or source line, or part of one")] = ""
-
-
 def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
     """Predict a training step on a machine: time, exposed communication and why, memory. Several meshes are compared,
     and the best is marked. The machine need not be present."""
@@ -114,7 +82,7 @@ def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
     )
     simulations, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()
     for mesh, plan in zip(options.mesh, _plans(options.plan, len(options.mesh)), strict=True):
-        program = _compiled(screen, options.job(mesh, plan), machine)
+        program = compiled_for(screen, options.job(mesh, plan), machine)
         title = " ".join(filter(None, (options.model, f"on {mesh or 'one device'}", plan)))
         simulations.append((program, played(program, title=title)))
         if program.roles is not program.expanded or program.optimized.variants:
@@ -127,14 +95,6 @@ def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
     return 0
 
 
-def explain(screen: Screen, options: ExplainOptions) -> int:
-    """Explain for every communication why it moves and why it is exposed; with --why only for those that match a
-    text."""
-    machine = parse_machine(options.profile, options.scale)
-    program = _compiled(screen, options.job(options.mesh, options.plan), machine)
-    return _explain(screen, program, whatif.simulate(program, machine, fusion=options.fusion), options.why)
-
-
 def _plans(plans: Sequence[str], count: int) -> list[str]:
     if len(plans) not in (0, 1, count):
         raise MeshweaveError(
@@ -143,14 +103,6 @@ def _plans(plans: Sequence[str], count: int) -> list[str]:
             expected="a single plan, or a plan per mesh",
         )
     return list(plans) if len(plans) == count else [*(plans or [""])] * count
-
-
-def _compiled(screen: Screen, job: MeshStepOptions, machine: MachineProfile) -> Program:
-    mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
-    machine.check_mesh(mesh)
-    source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
-    with screen.stages() as stage:
-        return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
 
 
 def _show(screen: Screen, simulations: Sequence[Simulation], diff: bool, gains: Sequence[dict[str, Any]]) -> None:
@@ -208,50 +160,3 @@ def _write(
     if trace is not None:
         write_text(trace, trace_json([first]))
         screen.say(f"trace: {trace} (open it in ui.perfetto.dev or chrome://tracing)")
-
-
-def _is_meant(span: Span, parts: Sequence[fx.Node], why: str) -> bool:
-    """Whether --why matches a communication, or a part of a merged communication."""
-    return why in span.name or why in span.module or why in span.line or why == span.op or is_named(parts, why)
-
-
-def _explain(screen: Screen, program: Program, simulation: Simulation, why: str) -> int:
-    spans = [s for s in simulation.spans if s.kind != "compute"]
-    parts = parts_of(program)
-    chosen = [s for s in spans if _is_meant(s, parts.get(s.name, ()), why)]
-    if not chosen:
-        raise MeshweaveError(
-            "no communication matches",
-            where="--why",
-            got=why,
-            expected=f"part of a name, module or source line, such as {', '.join(s.name for s in spans[:3])}",
-        )
-    rows: list[dict[str, Any]] = []
-    for span in sorted(chosen, key=lambda s: -s.exposed_seconds) if not why else chosen:
-        merged = {"merged": modules_of(parts[span.name])} if span.name in parts else {}
-        rows.append(
-            {"name": span.name, "op": span.op, "group": span.group, "phase": span.phase, "module": span.module}
-            | {"line": span.line, "layout": span.layout, "start": span.start, "seconds": span.seconds}
-            | {"bytes": span.bytes, "exposed_seconds": span.exposed_seconds}
-            | {"reasons": [{"kind": r.kind, "seconds": r.seconds, "text": r.text} for r in span.reasons]}
-            | merged
-        )
-    for row in rows if why else rows[:20]:
-        screen.say(
-            f"[bold]{escape(row['name'])}[/] {row['op']} over {row['group']} in {row['phase']} {escape(row['module'])} "
-            f"{escape(row['line'])}\n  moves {escape(row['layout'])}: {bytes_text(row['bytes'])} received in "
-            f"{row['seconds'] * 1e3:.3f} ms from {row['start'] * 1e3:.3f} ms"
-        )
-        if "merged" in row:
-            screen.say(f"  merged from {escape(', '.join(row['merged']))}")
-        if not row["exposed_seconds"]:
-            screen.say("  hidden under compute")
-        for reason in row["reasons"]:
-            screen.say(f"  exposed {reason['seconds'] * 1e3:.3f} ms ({reason['kind']}): {escape(reason['text'])}")
-    hidden = sum(1 for s in spans if not s.exposed_seconds)
-    screen.say(
-        f"{len(spans)} communications, {hidden} hidden; exposed {simulation.exposed_seconds * 1e3:.3f} of "
-        f"{simulation.seconds * 1e3:.3f} ms, modelled by {simulation.profile} {simulation.profile_version}"
-    )
-    screen.result(True, mesh=simulation.mesh, communications=rows, **simulation.as_dict())
-    return 0
