@@ -733,7 +733,8 @@ def test_the_gate_takes_what_gains_and_says_why_it_leaves_the_rest() -> None:
     _, small = decompose(large(64, 512, 512), profile)
     assert "no gain" in small.rows[0].reason
     assert str(small).startswith(
-        "0 of 1 collectives decomposed\n  all_gather_into_tensor_default (all_gather over d) left"
+        f"0 of 1 collectives decomposed: {small.rows[0].reason}\n"
+        "  all_gather_into_tensor_default (all_gather over d) left"
     )
 
 

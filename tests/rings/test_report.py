@@ -34,7 +34,15 @@ ESTIMATE = Estimate(
     played=13 * US,
 )
 TAKEN = RingRow(
-    "g", "all_gather", "tp", "model.py:7", is_taken=True, reason="faster", seconds_before=5.0, seconds_after=3.0
+    "g",
+    "all_gather",
+    "tp",
+    "model.py:7",
+    scheme="direct",
+    is_taken=True,
+    reason="faster",
+    seconds_before=5.0,
+    seconds_after=3.0,
 )
 LEFT = RingRow("r", "all_reduce", "dp", "model.py:9", reason="no gain", seconds_before=7.0, seconds_after=9.0)
 
@@ -57,7 +65,7 @@ def test_only_decomposed_collectives_gain() -> None:
 def test_the_text_has_a_line_per_collective_and_the_seconds_of_a_graph() -> None:
     report = DecomposeReport((TAKEN, LEFT))
     lines = [
-        "1 of 2 collectives decomposed",
+        "1 of 2 collectives decomposed: 1 direct",
         "  g (all_gather over tp) taken apart: faster; model.py:7",
         "  r (all_reduce over dp) left: no gain; model.py:9",
     ]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log2
 
+from meshweave.errors import MeshweaveError
 from meshweave.hardware.collectives import bytes_received
 from meshweave.hardware.schema import Link, Links, Nccl
 from meshweave.hardware.topology import Shape
@@ -27,6 +28,7 @@ _PAT_SHARE = 0.75  # tuning.cc
 _PAT_DIVISOR = 3.5  # tuning.cc: PAT overlaps the latencies of its log2(n) steps
 _SIMPLE_POSTS = 3  # tuning.cc: network posts per step of the Simple protocol
 _RINGS = ("all_gather", "reduce_scatter", "all_reduce")
+_MESSAGES = ("all_to_all", "permute", "transfer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,17 @@ class Line:
 
 def lines(op: str, shape: Shape, nccl: Nccl, links: Links) -> tuple[Line, ...]:
     """The lines of all algorithms and protocols that can run `op`, without those that others dominate. A group on
-    several nodes needs `links.net`."""
+    several nodes needs `links.net`. Raises MeshweaveError for an op that has no model here."""
     group = _NcclGroup(op, shape, nccl, links)
-    if op not in _RINGS:
+    if op in _MESSAGES:
         return envelope([*group.pairs()])
+    if op not in _RINGS:
+        raise MeshweaveError(
+            f"NCCL's model has no cost of '{op}'",
+            got=op,
+            expected=f"one of {', '.join((*_RINGS, *_MESSAGES))}",
+            hint="add its lines to hardware/nccl.py, or name the `curve=` of another collective in its row",
+        )
     return envelope([*group.ring(), *group.pat(), *group.tree(), *group.nvls()])
 
 

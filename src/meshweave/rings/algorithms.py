@@ -60,6 +60,10 @@ class Algorithm:
     def __str__(self) -> str:
         return f"{self.name} {self.collective}"
 
+    def is_chain(self, n: int) -> bool:
+        """Whether sums pass through several devices, each of which adds its part: messages then carry partial sums."""
+        return any(step.adds for step in self.steps(n) if step.has_message)
+
     def num_messages(self, n: int) -> int:
         return sum(step.has_message for step in self.steps(n))
 

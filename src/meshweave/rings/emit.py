@@ -91,7 +91,7 @@ def write_reduce(
     its chunk in `dtype`. Nodes after the last part come before `late`, if not None."""
     done = _Emission(write, row, ring)
     last = len(done.steps) - 1
-    is_chain = any(step.adds for step in done.steps[:last])
+    is_chain = row.is_chain(ring.size)
     for k, step in enumerate(done.steps):
         part = produce(done.number(step))
         write.place = late if late is not None and k == last else write.place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from meshweave.rings.price import Estimate
@@ -57,6 +58,9 @@ class DecomposeReport:
 
     def __str__(self) -> str:
         head = f"{self.num_taken} of {len(self.rows)} collectives decomposed"
+        if self.rows:
+            schemes = Counter(row.scheme for row in self.rows if row.is_taken)
+            head += f": {', '.join(f'{n} {scheme}' for scheme, n in schemes.items()) or self.rows[0].reason}"
         if self.seconds_before:
             head += f"; the graph takes {_microseconds(self.seconds_after)} instead of "
             head += _microseconds(self.seconds_before)

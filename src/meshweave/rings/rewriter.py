@@ -201,9 +201,8 @@ class RingRewriter:
         if self.prices is None:
             return None
         dtype = self.dtype(start)
-        factor = (
-            self.wide(dtype).itemsize / dtype.itemsize if scheme.row is not None and scheme.row.name == "ring" else 1.0
-        )
+        is_wide = scheme.row is not None and scheme.row.is_chain(ring.size)
+        factor = self.wide(dtype).itemsize / dtype.itemsize if is_wide else 1.0
         return reduce_estimate(self.prices, start, chain, ring, scheme, factor)
 
     def second_half(self, start: fx.Node, chain: Upstream, ring: Ring, order: dict[fx.Node, int]) -> float:
