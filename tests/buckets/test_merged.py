@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
-from tests.schedule.graphs import ATEN, Builder, assert_same_values, by_size, groups_of
+from tests.schedule.graphs import ATEN, WAIT, Builder, assert_same_values, by_size, groups_of
 from torch import fx
 
 from meshweave.buckets.merge import Merger
@@ -21,16 +21,17 @@ from meshweave.problem.problem import Order, Problem
 from meshweave.problem.read import read
 
 LATENCY, PER_BYTE = 4.0, 0.01
+RANK_0 = groups_of(0)
 
 
 class Merging:
-    """A copy of a graph, read and priced: kernels by name, a collective 4 s and 1 s for each 100 bytes."""
+    """A copy of a graph, read and priced: kernels cost nothing, a collective 4 s and 1 s for each 100 bytes."""
 
-    def __init__(self, gm: fx.GraphModule, seconds: dict[str, float] | None = None) -> None:
+    def __init__(self, gm: fx.GraphModule, groups: Mapping[str, Sequence[int]] = RANK_0) -> None:
         self.before = gm
         self.graph = copied_graph(gm.graph)
-        reading = read(graph_program(self.graph, groups_of(0)))
-        prices = costs_of(by_size(seconds or {}, LATENCY, PER_BYTE, 1)).prices(reading)
+        reading = read(graph_program(self.graph, groups))
+        prices = costs_of(by_size({}, LATENCY, PER_BYTE, 1)).prices(reading)
         self.merger = Merger(reading, priced(reading, prices, 1.0, None))
         self.number = {name: i for i, name in enumerate(reading.problem.names)}
 
@@ -106,7 +107,7 @@ def test_a_bucket_comes_after_the_last_operand_of_its_parts(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_seconds_and_bytes_of_a_bucket(kind: str) -> None:
     """320 bytes are handed in; a gather gives twice as many, a scatter half. A copy reads and writes."""
-    merging = Merging(three(kind), {})
+    merging = Merging(three(kind))
     merged = merging.merged(("start_x", "start_z"))
     problem, numbers = merged.problem, {name: i for i, name in enumerate(merged.problem.names)}
     start, pack = numbers["start_x+start_z"], numbers["pack start_x+start_z"]
@@ -144,6 +145,29 @@ def test_buckets_that_wait_for_each_other_are_left_out() -> None:
     assert writer.stuck() == 1
     merged = merging.merged(*pairs)
     assert merged.buckets == both[:1]
+    merging.write(merged)
+
+
+def test_a_bucket_of_inputs_comes_where_its_first_part_was() -> None:
+    b = Builder()
+    x, y = b.placeholders("x y")
+    early = b.relu("early", x)
+    waits = [b.wait(f"done_{n.name}", b.reduce(f"start_{n.name}", n)) for n in (x, y)]
+    merging = Merging(b.done(early, *(b.relu(None, x) for x in waits)))
+    assert shown(merging.merged(("start_x", "start_y")))[:2] == ["early", "pack start_x+start_y"]
+
+
+def test_results_of_a_bucket_are_copied_out_for_the_next() -> None:
+    """Gathered values are gathered again: each is copied out of its bucket before the second is packed."""
+    b = Builder()
+    first = [b.wait(f"done_{n.name}", b.gather(f"start_{n.name}", n)) for n in b.placeholders("x y")]
+    second = [b.wait(f"more_{i}", b.gather(f"again_{i}", x, "b")) for i, x in enumerate(first)]
+    merging = Merging(b.done(*(b.relu(f"out_{i}", x) for i, x in enumerate(second))))
+    merged = merging.merged(("start_x", "start_y"), ("again_0", "again_1"))
+    names = shown(merged)
+    pack = names.index("pack again_0+again_1")
+    assert names[:pack] == ["pack start_x+start_y", "start_x+start_y", "unpack start_x", "unpack start_y"]
+    assert merged.problem.deps[pack] == (1, 2, 3)  # the wait for their bucket, and both copies
     merging.write(merged)
 
 
@@ -208,10 +232,18 @@ def _several_dtypes(b: Builder) -> list[fx.Node]:
     return [x, b.relu("relu", y), z]
 
 
+def _single_elements_of_several_dtypes(b: Builder) -> list[fx.Node]:
+    """An element with a stride that is not 1 counts as contiguous, but is not seen as bytes."""
+    column = b.call("column", ATEN.select.int, b.placeholder("x", (2, 8)), 1, 3)
+    y = b.placeholder("y", (2, 3), torch.bfloat16)
+    return [b.call("element", ATEN.slice.Tensor, column, 0, 1, 2), y, b.relu("relu", y)]
+
+
 MEMBERS: dict[str, Members] = {
-    m.__name__.lstrip("_"): m for m in (_shapes, _strided, _equal_operands, _of_inputs, _several_dtypes)
+    m.__name__.lstrip("_"): m
+    for m in (_shapes, _strided, _equal_operands, _of_inputs, _several_dtypes, _single_elements_of_several_dtypes)
 }
-CASES = [(name, kind) for name in MEMBERS for kind in KINDS if name != "several_dtypes" or kind == KINDS[0]]
+CASES = [(name, kind) for name in MEMBERS for kind in KINDS if "dtypes" not in name or kind == KINDS[0]]
 
 
 def collectives(name: str, kind: str, reads: bool) -> fx.GraphModule:
@@ -233,6 +265,26 @@ def test_merged_collectives_give_the_same_values_in_any_order(name: str, kind: s
 
 
 _OPS = {getattr(torch.ops._c10d_functional, kind).default for kind in KINDS}
+
+
+def test_gathers_in_a_group_of_a_single_rank() -> None:
+    mesh = {"s": ((0,), (1,), (2,), (3,))}
+    b = Builder(mesh)
+    waits = [
+        b.wait(None, b.gather(f"start_{n.name}", n, "s")) for n in (b.placeholder("x", (2, 3)), b.placeholder("y"))
+    ]
+    gm = b.done(*(b.relu(None, x) for x in waits))
+    merging = Merging(gm, groups={"s": (0,)})
+    rewrite(merging.merger.reading, merged := merging.merged(("start_x", "start_y")), merged.problem.order)
+    assert_same_values(gm, fx.GraphModule({}, merging.graph), mesh)
+
+
+def test_a_second_wait_for_a_part_is_for_a_part_that_is_there() -> None:
+    b = Builder()
+    waits = [b.wait(f"done_{n.name}", b.reduce(f"start_{n.name}", n)) for n in b.placeholders("x y")]
+    merging = Merging(b.done(*(b.relu(None, b.wait(f"again_{i}", x)) for i, x in enumerate(waits))))
+    after = merging.write(merging.merged(("start_x", "start_y")))
+    assert len(after.graph.find_nodes(op="call_function", target=WAIT)) == 1
 
 
 def test_written_nodes_are_in_the_order_that_was_decided() -> None:
