@@ -24,9 +24,8 @@ from meshweave.rings.find import KINDS
 aten = torch.ops.aten
 
 
-def raise_blocks(graph: fx.Graph) -> bool:
-    """Rewrite them in place; returns whether there were any."""
-    has_blocks = False
+def raise_blocks(graph: fx.Graph) -> None:
+    """Rewrite them in place."""
     for node in list(graph.nodes):
         if node.target is not aten.cat.default or node.kwargs:
             continue
@@ -39,15 +38,14 @@ def raise_blocks(graph: fx.Graph) -> bool:
         rank, n = source.meta["val"].dim(), len(parts)
         to, dim = to % rank, dim % rank
         if to and not dim and source.target is WAIT:
-            has_blocks = _replace(node, local_ops.join_blocks, (source, [n], [0], to, None))
+            _replace(node, local_ops.join_blocks, (source, [n], [0], to, None))
         elif dim and not to and any(user.target in KINDS for user in node.users):
             block = source.meta["val"].shape[dim] // n
-            has_blocks = _replace(node, local_ops.deal_blocks, (source, [n], [0], dim, None, block))
-    return has_blocks
+            _replace(node, local_ops.deal_blocks, (source, [n], [0], dim, None, block))
 
 
 def _cut_of(parts: Sequence[Any]) -> tuple[fx.Node, int] | None:
-    """The value that these are all the parts of, in order and of equal size, and the dim."""
+    """The value that these are all the parts of, in order, and the dim. A cat along another dim takes equal sizes."""
     items = [p for p in parts if isinstance(p, fx.Node) and p.target is operator.getitem]
     if len(items) != len(parts) or len(items) < 2 or [p.args[1] for p in items] != list(range(len(items))):
         return None
@@ -59,15 +57,14 @@ def _cut_of(parts: Sequence[Any]) -> tuple[fx.Node, int] | None:
     vals, source = split.meta.get("val"), split.args[0]
     if vals is None or len(vals) != len(items) or not isinstance(source, fx.Node):
         return None
-    if any(map(is_symbolic, vals)) or len({tuple(x.shape) for x in vals}) != 1:
+    if any(map(is_symbolic, vals)):
         return None
     return source, int(split.args[2]) if len(split.args) > 2 else 0  # type: ignore[arg-type]
 
 
-def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> bool:
+def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     with node.graph.inserting_before(node):
         block = node.graph.call_function(target, args)
     block.meta = kept_meta(node) | {"val": node.meta["val"]}
     node.replace_all_uses_with(block)
     erase_unused(node.graph, [node])
-    return True
