@@ -18,10 +18,12 @@ from meshweave.hardware import (
     Matmul,
     MemoryWork,
     load_profile,
+    nccl,
     profile_names,
 )
 from meshweave.hardware.schema import Fit, Links
 from meshweave.hardware.topology import Shape, shapes
+from meshweave.ir.collectives import RECEIVED
 from meshweave.ir.mesh import Mesh
 
 H100 = load_profile("h100")
@@ -185,6 +187,15 @@ def test_what_it_does_not_know_is_never_free() -> None:
     )
     with pytest.raises(MeshweaveError, match=r"no figure for float8_e4m3fn\n  where: profile a100, \[peak\]"):
         load_profile("a100").peak_flops(torch.float8_e4m3fn)
+
+
+def test_nccls_model_prices_what_is_received_and_refuses_anything_else() -> None:
+    (shape,) = shapes([range(8)], 8, 8)
+    assert H100.nccl is not None
+    for op in RECEIVED:
+        assert nccl.lines(op, shape, H100.nccl, H100.links)
+    with pytest.raises(MeshweaveError, match="no cost of 'permuted_all_gather'"):
+        nccl.lines("permuted_all_gather", shape, H100.nccl, H100.links)
 
 
 def test_a_mesh_that_the_machine_cannot_hold() -> None:

@@ -116,3 +116,10 @@ def test_what_the_table_says() -> None:
         "peer all_to_all": [(0, None), (3, 1), (2, 2), (1, 3)],
     }
     assert RingStep(Index(0, 2), root=2).has_message
+
+
+@rows
+def test_messages_of_a_chain_carry_sums(row: Algorithm) -> None:
+    """Between two devices every message goes to the owner of its chunk, who adds it up."""
+    assert row.is_chain(4) == (str(row) == "ring reduce_scatter")
+    assert not row.is_chain(2)

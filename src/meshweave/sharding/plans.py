@@ -117,7 +117,7 @@ class Plan:
 
     @staticmethod
     def auto_tp(axis: str) -> Plan:
-        """Tensor parallel with the column or row choice of each weight that moves the fewest bytes."""
+        """Tensor parallel with the column or row choice of each weight with the least time of moves."""
         return Plan([Entry("auto_tp", axis)])
 
     @staticmethod
