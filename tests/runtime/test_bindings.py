@@ -267,6 +267,37 @@ def test_two_steps_of_one_model_train_it_in_turns(mesh: str) -> None:
     assert_tensors(dict(model.state_dict()), dict(twin.state_dict()), 1e-4)
 
 
+class OneMemory(nn.Module):
+    """Buffers that no step changes, the second in the memory of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.ones(3, 8))
+        self.register_buffer("row", self.table[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table[0] + self.row
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2"])
+def test_a_write_to_a_buffer_shows_in_those_that_share_its_memory(mesh: str) -> None:
+    torch.manual_seed(0)
+    model = OneMemory()
+    twin = copy.deepcopy(model)
+    assert twin.row.data_ptr() == twin.table[1].data_ptr()
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    ours = Script(model, optimizer, mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh))
+    eager = Script(twin, other)
+    for batch, write in zip(
+        DATA, (lambda m: None, lambda m: m.table.mul_(3), lambda m: m.row.add_(1), lambda m: None), strict=False
+    ):
+        for script in (ours, eager):
+            write(script.model)
+        assert ours.train(batch) == pytest.approx(eager.train(batch), rel=1e-5)
+    assert_tensors(dict(model.state_dict()), dict(twin.state_dict()), 1e-5)
+
+
 OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another shape": (lambda m: setattr(m.down.bias, "data", torch.zeros(9)), "'down.bias' of the model has changed"),
     "another dtype": (lambda m: m.double(), "of the model has changed its shape or dtype"),

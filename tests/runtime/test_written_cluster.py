@@ -136,3 +136,73 @@ def job_two_steps_in_turns(pipe: Connection) -> dict[str, Any]:
 def test_steps_in_turns_train_a_parameter_of_which_a_rank_has_no_element(start: Callable[..., Job]) -> None:
     for outcome in start("tests.runtime.test_written_cluster:job_two_steps_in_turns", 2).finish(240):
         assert outcome.get("losses") == pytest.approx(outcome.get("expected"), rel=1e-5), outcome
+
+
+class ThreeHeads(nn.Module):
+    """Attention of three heads, which two devices share unevenly: DTensor has no such cut, so every process keeps whole
+    copies of parameters and optimizer state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(12, 12, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).view(*x.shape[:2], 3, 4).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
+def write_by_data(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Leaves no trace in the version of any tensor."""
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+        optimizer.state[p]["momentum_buffer"].data.mul_(0.5)
+    model.v.weight.data[-1].zero_()  # type: ignore[operator,index,union-attr]  # a row that only one rank has
+
+
+def load_whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Of a part of the model: the root module does not see it."""
+    last: nn.Module = model.layers[1]  # type: ignore[index,assignment,union-attr]
+    last.load_state_dict({name: torch.full(p.shape, 0.1) for name, p in last.named_parameters()})
+
+
+def load_back(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+STYLES = {"q": "colwise", "k": "colwise", "v": "colwise", "out": "rowwise"}
+ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any], Callable[..., None]]] = {
+    "writes by .data": (ThreeHeads, (2, 5, 12), {"mesh": "tp=2", "plan": mw.Plan.tp("tp", STYLES)}, write_by_data),
+    "a module's load_state_dict": (Stages, (4, 4), {"mesh": "fsdp=2"}, load_whole_tensors),
+    "an optimizer's load_state_dict": (Stages, (4, 4), {"mesh": "pp=2"}, load_back),
+}
+
+
+def job_beside_eager(pipe: Connection, row: str) -> dict[str, Any]:
+    make, shape, options, between = ROWS[row]
+    data, losses = batches(4, shape, shape), list[list[float]]()
+    for is_eager in (True, False):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        step = None
+        if not is_eager:
+            step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, profile="alpha-beta", **options)
+        losses.append([])
+        for i, batch in enumerate(data):
+            if i == 2:
+                between(model, optimizer)
+            if step is not None:
+                losses[-1].append(float(step(batch)))
+                continue
+            optimizer.zero_grad()
+            loss = mse(model(batch["x"]), batch)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    return {"losses": losses[1], "expected": losses[0]}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_a_script_writes_on_processes_counts_as_in_eager_pytorch(start: Callable[..., Job], row: str) -> None:
+    for outcome in start("tests.runtime.test_written_cluster:job_beside_eager", 2, row).finish(240):
+        assert outcome.get("losses") == pytest.approx(outcome.get("expected"), rel=1e-5), outcome

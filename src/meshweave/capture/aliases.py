@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.errors import CaptureError
+from meshweave.interop.storages import overlap, storage_key
 from meshweave.ir.graph import StepGraph
 
 
@@ -18,12 +19,14 @@ def check_aliases(model: nn.Module, step: StepGraph) -> None:
         ("buffer", n): b for n, b in model.named_buffers()
     }
     constants = {("constant", n): t for n, t in step.constants.items()}
-    owners: dict[int, tuple[str, str]] = {}
+    owners: dict[int, list[tuple[tuple[str, str], Tensor]]] = {}
     changed = _changed(step, named)
-    for key, tensor in (*named.items(), *constants.items()):
-        memory = _memory(tensor)
-        other = owners.setdefault(memory, key) if memory else key
-        if other != key and (other in changed or key in changed):
+    for key, whole in (*named.items(), *constants.items()):
+        tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+        neighbours = owners.setdefault(memory, []) if (memory := _memory(tensor)) else []
+        others = [k for k, x in neighbours if (k in changed or key in changed) and _share(tensor, x)]
+        neighbours.append((key, tensor))
+        for other in others:
             seen = f"the {key[0]} '{key[1]}'" if key[0] != "constant" else "a tensor that forward or the loss reads"
             raise CaptureError(
                 f"{seen} shares memory with the {'parameter' if other[0] == 'param' else 'buffer'} '{other[1]}'",
@@ -41,10 +44,13 @@ def _changed(step: StepGraph, named: Mapping[tuple[str, str], Tensor]) -> set[tu
     return changed | {key for key, tensor in named.items() if key[0] == "param" and tensor.requires_grad}
 
 
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors at one address share an element. Two storages at it (of an array of NumPy) count as the same."""
+    return storage_key(a) != storage_key(b) or overlap(a, b)
+
+
 def _memory(tensor: Tensor) -> int:
-    """The address of a tensor's storage (for a DTensor that of its piece); 0 if it has none, as on the meta device, or
-    several, as a sparse tensor."""
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """The address of a tensor's storage; 0 if it has none, as on the meta device, or several, as a sparse tensor."""
     if tensor.layout != torch.strided:
         return 0
     storage = tensor.untyped_storage()

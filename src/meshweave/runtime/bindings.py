@@ -3,7 +3,7 @@ to them count in the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from meshweave.capture.guards import replaced_tensor
 from meshweave.errors import StepError
-from meshweave.interop.storages import increase_versions, is_stored_in, version_of
+from meshweave.interop.storages import increase_versions, is_stored_in, overlap, storage_key, version_of
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
+from meshweave.runtime.fingerprint import fingerprint
 from meshweave.runtime.state import Key, State
 from meshweave.runtime.world import World
 from meshweave.runtime.written import Written, check_separate, check_written
@@ -31,7 +32,7 @@ class Bound:
 
     `form`: "shared": it shares the memory of the local piece, which is the whole value; "dtensor": it is a DTensor with
     the memory of the local piece, if there is one; "copy": a whole copy beside the pieces. `mark` is the tensor's mark
-    when the step last wrote or read it.
+    when the step last wrote or read it, `values` the fingerprint of a copy that processes cannot compare with pieces.
     """
 
     item: Input
@@ -39,6 +40,7 @@ class Bound:
     tensor: Tensor
     form: Form
     mark: Mark = (0, -1)
+    values: int = 0
     wrapper: torch.UntypedStorage | None = field(init=False, default=None)  # of a DTensor, at the first `settle`
 
     @property
@@ -115,10 +117,13 @@ class Bindings:
         params = [(item, layout) for item, layout in chosen if item.kind == "param"]
         if self.world.is_distributed and not all(self._is_whole(*entry) for entry in params):
             self._distribute(state, model, optimizer, params)
+        # A write to the one shows in the other, which is lost if each gets memory of its own.
+        overlapping = _overlapping({key: x for key, x in named.items() if key not in self.bound})
         for item, layout in chosen:
             key = item.kind, item.name
             if key not in self.bound:
-                bound = self.bound[key] = Bound(item, layout, named[key], self.form_of(item, layout))
+                form = "copy" if key in overlapping else self.form_of(item, layout)
+                bound = self.bound[key] = Bound(item, layout, named[key], form)
                 self._bring(state, bound)
 
     def _distribute(
@@ -191,9 +196,15 @@ class Bindings:
                 set_values(bound.tensor, whole)
             else:
                 bound.tensor.detach().copy_(whole)
-            bound.settle()
+            self.settle(bound)
         elif pieces:
             bound.share(pieces[0])
+
+    def settle(self, bound: Bound) -> None:
+        """Record the tensor's present state as the step's."""
+        bound.settle()
+        if bound.form == "copy" and self.world.is_distributed:
+            bound.values = int(fingerprint(bound.tensor))
 
     def keep(self, state: State) -> None:
         """Drop the tensors of `optimizer.state` that another state does not have."""
@@ -223,13 +234,14 @@ class Bindings:
     def written_since(self, state: State) -> list[str]:
         """The parameters and buffers that were written since the step last did."""
         bounds = [bound for bound in self.bound.values() if bound.item.kind != "state"]
-        return [b.item.name for b in bounds if self._differs(state, b)]
+        return [b.item.name for b in bounds if self.differs(state, b)]
 
     def _is_written(self, state: State, bound: Bound) -> bool:
         bound.check_assigned()
-        return self._differs(state, bound)
+        return self.differs(state, bound)
 
-    def _differs(self, state: State, bound: Bound) -> bool:
+    def differs(self, state: State, bound: Bound) -> bool:
+        """Whether the user has written a tensor since `settle`, by whatever way."""
         return not bound.is_unwritten or (bound.form == "copy" and not self._is_same(state, bound))
 
     def _check_separate(self) -> None:
@@ -262,7 +274,7 @@ class Bindings:
     def _take(self, state: State, bound: Bound) -> None:
         if bound.form == "copy":
             state.put(bound.item, bound.layout, bound.tensor)
-            bound.settle()
+            self.settle(bound)
         for piece in state.pieces[bound.key] if bound.form != "copy" else ():
             if bound.memory.shape != piece.shape:
                 raise _another(bound.item, f"a piece of shape {list(bound.memory.shape)}", f"{list(piece.shape)}")
@@ -299,15 +311,30 @@ class Bindings:
         bound.tensor, bound.mark = tensor, (0, -1)
 
     def _is_same(self, state: State, bound: Bound) -> bool:
-        """Whether a copy has the values of its pieces: writes through `.data` leave no other trace. Virtual devices
-        compare values; a process with a part of the mesh trusts the version counter."""
-        return self.world.is_distributed or state.matches(*bound.key, bound.tensor)
+        """Whether a copy has the values that the step gave it: writes through `.data` leave no other trace. A process
+        may not have the pieces, but all have to see the same."""
+        if self.world.is_distributed:
+            return bound.values == int(fingerprint(bound.tensor))
+        return state.matches(bound.item, bound.layout, bound.tensor)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
     """The parameters and buffers of a model, under each of their names."""
     yield from ((("param", n), p) for n, p in model.named_parameters(remove_duplicate=False))
     yield from ((("buffer", n), b) for n, b in model.named_buffers(remove_duplicate=False))
+
+
+def _overlapping(tensors: Mapping[Key, Tensor]) -> set[Key]:
+    """The strided tensors that share elements with another."""
+    owners: dict[int, list[Key]] = {}
+    found: set[Key] = set()
+    for key, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta:
+            continue
+        neighbours = owners.setdefault(storage_key(tensor), [])
+        found |= {k for other in neighbours if overlap(tensor, tensors[other]) for k in (key, other)}
+        neighbours.append(key)
+    return found
 
 
 def _retied(key: Key, other: Key) -> StepError:

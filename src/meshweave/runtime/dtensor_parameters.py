@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -228,21 +229,25 @@ def _is_placed(tensor: DTensor, layout: Layout, shape: tuple[int, ...]) -> bool:
 
 
 def accept_full_tensors(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """Let `model.load_state_dict` take full tensors for DTensor parameters: each rank cuts its piece, nothing is sent.
-    `layouts` are by parameter name. A state dict of DTensors is passed on unchanged."""
+    """Let `load_state_dict` of the model and of its modules take full tensors for DTensor parameters: each rank cuts
+    its piece, nothing is sent. `layouts` are by parameter name. A state dict of DTensors is passed on unchanged."""
     named = dict(model.named_parameters(remove_duplicate=False))
     first = {id(p): name for name, p in model.named_parameters()}
     known = {name: layouts[first[id(p)]] for name, p in named.items() if first[id(p)] in layouts}
 
-    def cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    def cut(its: Mapping[str, Layout], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         own = dict(module.named_parameters(remove_duplicate=False))
-        for name, layout in known.items():
+        for name, layout in its.items():
             value, parameter = state_dict.get(prefix + name), own.get(name)
             is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
             if is_plain and isinstance(parameter, DTensor) and value.shape == parameter.shape:
                 state_dict[prefix + name] = _cut(value, layout, parameter)
 
-    model.register_load_state_dict_pre_hook(cut)
+    for path, module in model.named_modules():
+        start = f"{path}." if path else ""
+        its = {name.removeprefix(start): layout for name, layout in known.items() if name.startswith(start)}
+        if its:
+            module.register_load_state_dict_pre_hook(partial(cut, its))
 
 
 def _cut(value: Tensor, layout: Layout, like: DTensor) -> Tensor:

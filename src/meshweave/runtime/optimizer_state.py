@@ -89,7 +89,9 @@ class OptimizerState:
 
         Missing slots begin as zeros. Returns whether anything has changed: then its numbers are to be read, too. On a
         cluster all ranks call it, and change the same entries."""
-        changed = [(item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(item)]
+        changed = [
+            (item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(state, item)
+        ]
         now = self._numbers_now()
         numbers = [key for key, value in now.items() if _mark(value) != self.marks[key]]
         if changed or numbers:
@@ -109,7 +111,7 @@ class OptimizerState:
     def check_unwritten(self, session: Session) -> None:
         """StepError, and the end of the step, if the user has written values in the middle of it."""
         state, now = session.state, self._numbers_now()
-        written = [item.name for item, _ in state.items if item.kind == "state" and self._is_changed(item)]
+        written = [item.name for item, _ in state.items if item.kind == "state" and self._is_changed(state, item)]
         written += [f"{slot}/{name}" for (name, slot), value in now.items() if _mark(value) != self.marks[name, slot]]
         written += self.bindings.written_since(state)
         if written:
@@ -141,7 +143,7 @@ class OptimizerState:
         bound = self.bindings.bound.get(("state", item.name))
         return bound is None or self.bindings.is_everywhere(bound)
 
-    def _is_changed(self, item: Input) -> bool:
+    def _is_changed(self, state: State, item: Input) -> bool:
         slot, _, name = item.name.partition("/")
         now = self.optimizer.state.get(self.params[name], {}).get(slot)
         bound = self.bindings.bound.get(("state", item.name))
@@ -149,7 +151,7 @@ class OptimizerState:
             return now is not None
         if now is bound.tensor:
             bound.check_assigned()
-        return now is not bound.tensor or not bound.is_unwritten
+        return now is not bound.tensor or self.bindings.differs(state, bound)
 
     def _take(self, state: State, item: Input, layout: Layout) -> None:
         key: Key = "state", item.name
@@ -159,7 +161,8 @@ class OptimizerState:
         if now is None:
             state.put(item, layout, state.zeros(item))
             return
-        state.put(item, layout, full_values(now).to(item.spec.dtype).expand(item.spec.shape))
+        if state.holders(layout):  # else other stages' devices have it, and this rank none of its values
+            state.put(item, layout, full_values(now).to(item.spec.dtype).expand(item.spec.shape))
         self.optimizer.state[self.params[name]][slot] = self._bind(state, item, layout)
         self.bindings.note_written(self.bindings.bound[key])
 
@@ -178,7 +181,7 @@ class OptimizerState:
         else:
             tensor = self.bindings.world.assemble(item.spec, layout, state.pieces[key])
         bound = self.bindings.bound[key] = Bound(item, layout, tensor, form)
-        bound.settle()
+        self.bindings.settle(bound)
         return tensor
 
 

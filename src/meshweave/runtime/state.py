@@ -159,13 +159,12 @@ class State:
             for piece in self.pieces.get(("state", f"{slot}/{param}"), []):
                 piece.fill_(value)
 
-    def matches(self, kind: str, name: str, value: Tensor) -> bool:
+    def matches(self, item: Input, layout: Layout, value: Tensor) -> bool:
         """Whether the local pieces are those of a full tensor."""
-        item, layout = next((i, at) for i, at in self.items if (i.kind, i.name) == (kind, name))
         if (tuple(value.shape), value.dtype) != (item.spec.shape, item.spec.dtype):
             return False
         boxes = boxes_of(layout, value.shape, self.holders(layout))
-        pieces = zip(boxes, self.pieces[kind, name], strict=True)
+        pieces = zip(boxes, self.pieces[item.kind, item.name], strict=True)
         return all(torch.equal(value[box.slices()].to(self.device), piece) for box, piece in pieces)
 
     def blank(self) -> State:
