@@ -171,3 +171,23 @@ def test_values_written_in_the_middle_of_a_step_are_an_error(mesh: str, row: str
         step.update()
     assert step.num_steps == 1
     in_parts(step, batch)  # what was written counts in a step that begins after it
+
+
+class Gaps(nn.Linear):
+    """With a buffer that has NaN where there is no value."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("known", torch.tensor([1.0, torch.nan, 2.0, torch.nan]))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.known.nan_to_num()
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2"])
+def test_a_buffer_with_nan_is_not_written(mesh: str) -> None:
+    model = Gaps()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mw.compile(model, loss=mse, example=data()[0], optimizer=optimizer, mesh=mesh)
+    for batch in data():
+        in_parts(step, batch)
