@@ -327,14 +327,14 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
 def _overlapping(tensors: Mapping[Key, Tensor]) -> set[Key]:
     """The strided tensors that share elements with another."""
     owners: dict[int, list[Key]] = {}
-    found: set[Key] = set()
+    sharing: set[Key] = set()
     for key, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_meta:
             continue
         neighbours = owners.setdefault(storage_key(tensor), [])
-        found |= {k for other in neighbours if overlap(tensor, tensors[other]) for k in (key, other)}
+        sharing |= {k for other in neighbours if overlap(tensor, tensors[other]) for k in (key, other)}
         neighbours.append(key)
-    return found
+    return sharing
 
 
 def _retied(key: Key, other: Key) -> StepError:
