@@ -236,6 +236,47 @@ def test_writes_of_every_kind_are_captured() -> None:
     assert compared(Into([model.w, model.v, model.b]), model, 3) <= 1e-12
 
 
+class OnLists(torch.optim.Optimizer):
+    """Updates all parameters of a group together, as optimizers written for GPUs do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            grads, beta = [p.grad for p in params], group["beta"]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] |= {"count": 0, **{k: torch.zeros_like(p) for k in ("mean", "square", "most")}}
+                self.state[p]["count"] += 1
+            mean, square, most = ([self.state[p][k] for p in params] for k in ("mean", "square", "most"))
+            counts = [self.state[p]["count"] for p in params]
+            torch._foreach_mul_(params, 1 - 0.1 * group["lr"])
+            torch._foreach_lerp_(mean, grads, 1 - beta)
+            torch._foreach_mul_(square, beta)
+            torch._foreach_addcmul_(square, grads, grads, 1 - beta)
+            torch._foreach_maximum_(most, square)
+            scales = torch._foreach_sqrt(most)
+            torch._foreach_div_(scales, [(1 - beta**n) ** 0.5 for n in counts])
+            torch._foreach_add_(scales, 1e-6)
+            torch._foreach_maximum_(scales, 0.01)
+            steps = torch._foreach_div(torch._foreach_neg(mean), scales)
+            norms = torch._foreach_norm(steps)
+            torch._foreach_add_(norms, 1.0)
+            torch._foreach_div_(steps, norms)
+            torch._foreach_add_(steps, torch._foreach_sign(grads), alpha=-0.01)
+            torch._foreach_addcdiv_(params, steps, scales, [group["lr"] / n for n in counts])
+            torch._foreach_copy_(square, torch._foreach_minimum(square, 4.0))
+
+
+def test_ops_on_lists_are_captured_element_by_element() -> None:
+    model = Toy(torch.float64)
+    optimizer = OnLists([{"params": [model.w, model.v]}, {"params": [model.b, model.s]}])
+    assert compared(optimizer, model, 5) <= 1e-12
+
+
 class Assigning(Lion):
     """Assigns new values by `.data`, after which views of the old values change nothing."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshweave.capture.optimizer_arithmetic import ARITHMETIC, base_of
+from meshweave.capture.optimizer_lists import calls_by_element
 from meshweave.capture.optimizer_numbers import DataNumber, of_data, untraceable
 from meshweave.capture.optimizer_record import FILLS, Num, OptimizerCall, OptimizerRecord, Ref, TakenBranch
 from meshweave.errors import CaptureError
@@ -142,6 +143,10 @@ class OptimizerRecorder(DispatchMode):
         kwargs = kwargs or {}
         if not any(map(self._holds_known, (*args, *kwargs.values()))):
             return self._host(func, args, kwargs)
+        if (calls := calls_by_element(func, args, kwargs)) is not None:
+            with self:
+                results = [op(*own_args, **own_kwargs) for op, own_args, own_kwargs in calls]
+            return results if returns_of(func) else None
         if func is aten._local_scalar_dense.default:
             raise of_data("float() or int()")
         if func is aten.detach.default:
