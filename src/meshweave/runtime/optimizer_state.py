@@ -88,7 +88,8 @@ class OptimizerState:
         did.
 
         Missing slots begin as zeros. Returns whether anything has changed: then its numbers are to be read, too. On a
-        cluster all ranks call it, and change the same entries."""
+        cluster all ranks call it, and change the same entries. StepError for a torn state."""
+        state.check_usable()
         changed = [
             (item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(state, item)
         ]
