@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,23 @@ def test_the_faster_library_is_measured_once(monkeypatch: pytest.MonkeyPatch, tm
     entry.path.write_text("damaged")
     assert [faster_library(CPU) for _ in range(2)] == [ATEN] * 2  # 1.1 times as fast is not worth other rounding
     assert next(gains, None) is None
+
+
+@needs_onednn
+def test_processes_that_ask_together_get_one_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two libraries that are about as fast: each measurement has another outcome."""
+    monkeypatch.setenv("MESHWEAVE_CACHE", str(tmp_path))
+    gains = iter((2.0, 0.5, 2.0, 0.5))
+
+    def measured() -> float:
+        gain = next(gains)
+        time.sleep(0.2)
+        return gain
+
+    monkeypatch.setattr(libraries, "_gain", measured)
+    with ThreadPoolExecutor(2) as pool:
+        names = list(pool.map(lambda _: faster_library(CPU), range(2)))
+    assert names == [ONEDNN, ONEDNN]
 
 
 def test_the_gain_is_measured_on_the_products_of_a_layer() -> None:

@@ -117,16 +117,21 @@ def _suits(a: Form, b: Form) -> bool:
 
 
 def faster_library(device: torch.device) -> str:
-    """The name of the library with the faster matmuls on this machine: measured once (50 ms), and cached."""
+    """The name of the library with the faster matmuls on this machine: measured once (50 ms), and cached. Processes
+    that ask together get one answer: profiles are cached by it, and the libraries may be about as fast."""
     if device.type != "cpu" or not onednn.is_exact():
         return ATEN
     key = {"format": FORMAT, "torch": torch.__version__, **machine_of(device)}
     entry = CacheEntry(cache_directory() / "libraries", json.dumps(key), ".txt")
     name, _ = entry.read()
-    if name not in (ONEDNN, ATEN):
-        with unset_fake_temporarily():  # compilers of graphs run under a fake mode
-            name = ONEDNN if _gain() >= _LEAST_GAIN else ATEN
-        entry.write(name)
+    if name in (ONEDNN, ATEN):
+        return name
+    with entry.lock():
+        name, _ = entry.read()
+        if name not in (ONEDNN, ATEN):
+            with unset_fake_temporarily():  # compilers of graphs run under a fake mode
+                name = ONEDNN if _gain() >= _LEAST_GAIN else ATEN
+            entry.write(name)
     return name
 
 
