@@ -1,4 +1,4 @@
-"""torch's ops on lists of tensors (`torch._foreach_*`) as calls for each element: an update is recorded parameter by
+"""Ops on lists of tensors (`_foreach_*` of torch) as calls for each element: an update is recorded parameter by
 parameter."""
 
 from __future__ import annotations
