@@ -82,6 +82,23 @@ def compiled(model: nn.Module, loss: Callable[..., Any] | None = None) -> mw.Tra
     return mw.compile(model, loss=square, example=batches(1, (4, 4), (4, 4))[0], optimizer=optimizer, mesh="dp=2")
 
 
+def test_parameters_beside_each_other_in_one_tensor_are_separate() -> None:
+    """As torch.nn.utils.vector_to_parameters leaves them."""
+    model = Pair()
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1
+    twin = copy.deepcopy(model)
+    step, batch = compiled(model), batches(1, (4, 4), (4, 4))[0]
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = ((twin(batch["x"]) - batch["y"]) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        assert float(step(batch)) == pytest.approx(loss.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
