@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from meshweave.errors import CaptureError
-from meshweave.interop.storages import overlap, storage_key
+from meshweave.interop.storages import sharing
 from meshweave.ir.graph import StepGraph
 
 
@@ -19,14 +18,10 @@ def check_aliases(model: nn.Module, step: StepGraph) -> None:
         ("buffer", n): b for n, b in model.named_buffers()
     }
     constants = {("constant", n): t for n, t in step.constants.items()}
-    owners: dict[int, list[tuple[tuple[str, str], Tensor]]] = {}
     changed = _changed(step, named)
-    for key, whole in (*named.items(), *constants.items()):
-        tensor = whole.to_local() if hasattr(whole, "to_local") else whole
-        neighbours = owners.setdefault(memory, []) if (memory := _memory(tensor)) else []
-        others = [k for k, x in neighbours if (k in changed or key in changed) and _share(tensor, x)]
-        neighbours.append((key, tensor))
-        for other in others:
+    tensors = {key: x.to_local() if hasattr(x, "to_local") else x for key, x in (named | constants).items()}
+    for other, key in sharing(tensors, _memory):
+        if other in changed or key in changed:
             seen = f"the {key[0]} '{key[1]}'" if key[0] != "constant" else "a tensor that forward or the loss reads"
             raise CaptureError(
                 f"{seen} shares memory with the {'parameter' if other[0] == 'param' else 'buffer'} '{other[1]}'",
@@ -44,14 +39,8 @@ def _changed(step: StepGraph, named: Mapping[tuple[str, str], Tensor]) -> set[tu
     return changed | {key for key, tensor in named.items() if key[0] == "param" and tensor.requires_grad}
 
 
-def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors at one address share an element. Two storages at it (of an array of NumPy) count as the same."""
-    return storage_key(a) != storage_key(b) or overlap(a, b)
-
-
 def _memory(tensor: Tensor) -> int:
-    """The address of a tensor's storage; 0 if it has none, as on the meta device, or several, as a sparse tensor."""
-    if tensor.layout != torch.strided:
-        return 0
+    """The address of a strided tensor's storage, which several storages may have (of an array of NumPy); 0 if it is
+    empty or, as that of a fake tensor, on the meta device."""
     storage = tensor.untyped_storage()
     return 0 if storage.device.type == "meta" or not storage.nbytes() else storage.data_ptr()

@@ -17,13 +17,13 @@ from meshweave.capture.sources import Source, load_source
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cli.command import Options
 from meshweave.cli.costs import parse_costs
-from meshweave.cli.screen import Stage
+from meshweave.cli.screen import Screen, Stage
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import Pipeline, pipeline_of
 from meshweave.program import Program
 from meshweave.regions.compiler import BackendName
-from meshweave.sharding.plan_text import data_parallel_size
+from meshweave.sharding.plan_text import data_parallel_size, parse_plan
 from meshweave.sharding.plans import Plan
 
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -172,6 +172,14 @@ def compiled(
         job.pass_pipeline,
         stage,
     )
+
+
+def compiled_unrun(screen: Screen, job: MeshStepOptions) -> Program:
+    """The program of a job that will not run: an hf: model takes no memory."""
+    mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
+    source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
+    with screen.stages() as stage:
+        return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

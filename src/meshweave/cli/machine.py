@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from meshweave.cli.job import MeshStepOptions, StepOptions, compiled
+from meshweave.cli.job import MeshStepOptions, StepOptions, compiled_unrun
 from meshweave.cli.screen import Screen
 from meshweave.hardware import MachineProfile, profile_names
 from meshweave.ir.mesh import Mesh
 from meshweave.program import Program
-from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.kernels import Fusion
 
 
@@ -38,9 +37,6 @@ class MachineOptions(StepOptions):
 
 
 def compiled_for(screen: Screen, job: MeshStepOptions, machine: MachineProfile) -> Program:
-    """The program of a step on a machine that need not be present; an hf: model takes no memory."""
-    mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
-    machine.check_mesh(mesh)
-    source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
-    with screen.stages() as stage:
-        return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
+    """The program of a step on a machine that need not be present."""
+    machine.check_mesh(Mesh(job.mesh))
+    return compiled_unrun(screen, job)

@@ -8,12 +8,10 @@ from typing import Annotated
 
 import typer
 
-from meshweave.cli.job import MeshStepOptions, compiled
+from meshweave.cli.job import MeshStepOptions, compiled_unrun
 from meshweave.cli.screen import Screen
-from meshweave.ir.mesh import Mesh
 from meshweave.report import tables
 from meshweave.report.moves import MoveRow, move_rows
-from meshweave.sharding.plan_text import parse_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +21,7 @@ class PlanOptions(MeshStepOptions):
 
 def plan(screen: Screen, job: PlanOptions) -> int:
     """Show every move of data in one step, without running it. An hf: model takes no memory."""
-    mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
-    source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
-    with screen.stages() as stage:
-        program = compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
+    program = compiled_unrun(screen, job)
     rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh)
     screen.out.print(tables.moves_table(rows, show_all=job.show_all))
     screen.out.print(tables.totals_table(rows))
@@ -35,5 +30,5 @@ def plan(screen: Screen, job: PlanOptions) -> int:
     folded = tables.fold(rows, twins=not job.show_all)
     shown = [r.row.as_dict() | {"name": r.name or r.row.name, "count": r.count} for r in folded]
     sums, received = [total.as_dict() for total in tables.totals(rows)], sum(r.bytes_received for r in rows)
-    screen.result(True, mesh=str(mesh), num_moves=len(rows), bytes_received=received, moves=shown, totals=sums)
+    screen.result(True, mesh=str(program.mesh), num_moves=len(rows), bytes_received=received, moves=shown, totals=sums)
     return 0

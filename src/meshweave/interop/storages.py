@@ -6,9 +6,12 @@ storages publicly, but is 0 for all without data; the version counter and the nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
+
+K = TypeVar("K")
 
 
 def storage_key(x: torch.Tensor) -> int:
@@ -27,6 +30,23 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     taken = torch.zeros(max(last, end) // a.element_size(), dtype=torch.bool)
     taken.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
     return bool(taken.as_strided(b.shape, b.stride(), b.storage_offset()).any())
+
+
+def sharing(
+    tensors: Mapping[K, torch.Tensor], memory: Callable[[torch.Tensor], int] = storage_key
+) -> Iterator[tuple[K, K]]:
+    """The pairs of tensors that share an element, the earlier first. `memory` says where a tensor lives, 0 for nowhere;
+    different storages at one place count as the same. Meta and sparse tensors share nothing."""
+    owners: dict[int, list[K]] = {}
+    for key, x in tensors.items():
+        if x.layout != torch.strided or x.is_meta or not (place := memory(x)):
+            continue
+        neighbours = owners.setdefault(place, [])
+        for other in neighbours:
+            y = tensors[other]
+            if storage_key(x) != storage_key(y) or overlap(x, y):
+                yield other, key
+        neighbours.append(key)
 
 
 def _bytes_of(x: torch.Tensor) -> tuple[int, int]:

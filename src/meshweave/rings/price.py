@@ -260,6 +260,7 @@ def _message(prices: RingPrices, start: fx.Node, ring: Ring, scheme: RingScheme,
     if scheme.row is None:
         parts = scheme.num_chunks
         return prices.in_turn(start, KINDS[start.target], prices.bytes(start) / parts, parts)
-    if any(step.root >= 0 for step in _steps(ring, scheme)):
+    steps = _steps(ring, scheme)
+    if any(step.root >= 0 for step in steps):
         return prices.in_turn(start, BROADCAST.curve, BROADCAST.curve_bytes((), ring.size, num_bytes), ring.size)
-    return prices.in_turn(start, "permute", num_bytes, sum(step.has_message for step in _steps(ring, scheme)))
+    return prices.in_turn(start, "permute", num_bytes, sum(step.has_message for step in steps))

@@ -3,7 +3,7 @@ to them count in the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.guards import replaced_tensor
 from meshweave.errors import StepError
-from meshweave.interop.storages import increase_versions, is_stored_in, overlap, storage_key, version_of
+from meshweave.interop.storages import increase_versions, is_stored_in, sharing, version_of
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.runtime.fingerprint import fingerprint
@@ -118,7 +118,8 @@ class Bindings:
         if self.world.is_distributed and not all(self._is_whole(*entry) for entry in params):
             self._distribute(state, model, optimizer, params)
         # A write to the one shows in the other, which is lost if each gets memory of its own.
-        overlapping = _overlapping({key: x for key, x in named.items() if key not in self.bound})
+        pairs = sharing({key: x for key, x in named.items() if key not in self.bound})
+        overlapping = {key for pair in pairs for key in pair}
         for item, layout in chosen:
             key = item.kind, item.name
             if key not in self.bound:
@@ -322,19 +323,6 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
     """The parameters and buffers of a model, under each of their names."""
     yield from ((("param", n), p) for n, p in model.named_parameters(remove_duplicate=False))
     yield from ((("buffer", n), b) for n, b in model.named_buffers(remove_duplicate=False))
-
-
-def _overlapping(tensors: Mapping[Key, Tensor]) -> set[Key]:
-    """The strided tensors that share elements with another."""
-    owners: dict[int, list[Key]] = {}
-    sharing: set[Key] = set()
-    for key, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_meta:
-            continue
-        neighbours = owners.setdefault(storage_key(tensor), [])
-        sharing |= {k for other in neighbours if overlap(tensor, tensors[other]) for k in (key, other)}
-        neighbours.append(key)
-    return sharing
 
 
 def _retied(key: Key, other: Key) -> StepError:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshweave.errors import StepError
-from meshweave.interop.storages import overlap, storage_key
+from meshweave.interop.storages import sharing
 from meshweave.runtime.consensus import named
 from meshweave.runtime.fingerprint import fingerprint, text_number
 
@@ -41,21 +41,14 @@ def shown_names(names: Sequence[str]) -> str:
 def check_separate(changing: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> None:
     """Raises StepError if a tensor that steps change shares memory with another of them, or with one of the others: a
     step gives each its own value. Tensors without memory of their own (meta, sparse) are skipped."""
-    owners: dict[int, list[str]] = {}
-    named = {**(others or {}), **changing}
-    for name, tensor in named.items():
-        if tensor.layout != torch.strided or tensor.is_meta:
-            continue
-        neighbours = owners.setdefault(storage_key(tensor), [])
-        for other in neighbours:
-            if (name in changing or other in changing) and overlap(tensor, named[other]):
-                raise StepError(
-                    f"{name} shares memory with {other}",
-                    got="two tensors on the same storage, written between steps, and a step changes one of them",
-                    expected="a storage of its own for each value",
-                    hint="write copies: clone() what is assigned",
-                )
-        neighbours.append(name)
+    for other, name in sharing({**(others or {}), **changing}):
+        if name in changing or other in changing:
+            raise StepError(
+                f"{name} shares memory with {other}",
+                got="two tensors on the same storage, written between steps, and a step changes one of them",
+                expected="a storage of its own for each value",
+                hint="write copies: clone() what is assigned",
+            )
 
 
 def check_written(world: Any, written: Sequence[Written]) -> None:

@@ -65,8 +65,7 @@ def register_rule(
 
     cost: how the simulator prices the op: a kind of memory work ("pointwise", "reduction", "gather", ...: operands are
         read and results written), or a function (node, operands, results) -> `meshweave.hardware` Matmul, Attention or
-        Memory, or a tuple of them. Without a cost it is priced by the bytes that it moves,
-        and a note says so.
+        Memory, or a tuple of them. Without a cost it is priced by the bytes that it moves, and a note says so.
     backward: the op that computes the gradients, called with the gradients of all results and then all tensor operands,
         and returning the gradient of each operand. Its rule follows from `rule`, which must be text; it has the same
         cost. Register a backward op of another form by itself; a backward of known ops needs nothing.
