@@ -346,9 +346,9 @@ def test_the_cap_that_an_error_names_works() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", range(60))
 def test_graphs_that_see_storages(part: int) -> None:
-    for seed in range(part, ALL, 20):
+    for seed in range(part, ALL, 60):
         try:
             check(seed, Observer)
         except Unsound:
