@@ -11,6 +11,7 @@ from tests.optimizers import SETTINGS, Lion, make
 from torch import Tensor, nn
 
 from meshweave.capture import optimizers
+from meshweave.capture.optimizer_recorder import OptimizerRecorder
 from meshweave.capture.optimizer_steps import StepNumbers
 from meshweave.capture.optimizers import OptimizerSpec, initial_state, read_optimizer
 from meshweave.errors import CaptureError, MeshweaveError, PlanError, StepError
@@ -292,6 +293,74 @@ class Assigning(Lion):
 def test_values_assigned_by_data_are_captured() -> None:
     model = Toy(torch.float64)
     assert compared(Assigning([model.w, model.v, model.b]), model, 3) <= 1e-12
+
+
+class Scheduled(Lion):
+    """Ops whose numbers are others in every step, on views and temporary tensors, by methods, functions and symbols."""
+
+    def look(self, p: Tensor) -> float:
+        kept, n = self.state[p]["exp_avg"], self.state[p]["count"]
+        flat = kept.view(-1)
+        chained = flat.mul_(1 - 0.05 * n)  # the view itself
+        chained.add_(p.grad.reshape(-1), alpha=0.02 * n)
+        kept.add_(chained.view_as(kept), alpha=0.1 / n)
+        rest = torch.clamp(p.grad, min=-0.5 * n, max=0.25 * n)  # two numbers
+        torch.add(kept, rest, alpha=0.1 * n, out=kept)
+        p.sub_(0.1 * torch.nn.functional.leaky_relu(rest, 0.1 * n))
+        p.add_((kept * kept + 1.0 / n) ** 0.5 / (1.0 + n), alpha=-0.01)
+        p.mul_(n).div_(float(n))  # an integer
+        p.lerp_(kept, 0.01 * n if n % 2 else torch.tensor(0.03 * n))
+        return 0.0
+
+
+def test_numbers_are_those_of_each_step() -> None:
+    model = Toy(torch.float64)
+    assert compared(Scheduled([model.w, model.v, model.b]), model, 7) <= 1e-12
+
+
+class Quiet(torch.optim.Optimizer):
+    """Keeps no state, and its rate is an attribute in a dict, which `step()` does not change."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.rates: dict[str, Any] = {"of": {"all": 0.1}}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=self.rates["of"]["all"])
+
+
+def test_attributes_are_read_at_every_step() -> None:
+    model = Toy(torch.float64)
+    optimizer = Quiet(model.parameters())
+    ours = Ours(model, optimizer)
+    for step in range(6):
+        if step % 3:
+            optimizer.rates["of"]["all"] = 0.2 / step
+        if step == 5:
+            optimizer.rates = {"of": {"all": 0.7}}
+        set_grads(model, step)
+        ours.step()
+        optimizer.step()
+        assert ours.error(optimizer) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Lion"])
+def test_ops_are_dispatched_in_the_first_steps_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step costs on the host: its ops on stand-ins are looked up, not run."""
+    model = Toy(torch.float64)
+    optimizer = make(kind, model)
+    ours, ops = Ours(model, optimizer), list[str]()
+    for step in range(3):
+        set_grads(model, step)
+        ours.step()
+    before = OptimizerRecorder._written
+    monkeypatch.setattr(
+        OptimizerRecorder, "_written", lambda self, func, *rest: ops.append(str(func)) or before(self, func, *rest)
+    )
+    ours.step()
+    assert ops == []
 
 
 def test_what_is_noted_on_a_parameter_counts() -> None:

@@ -5,7 +5,7 @@ Parameters, gradients and state tensors are on the meta device; numbers are real
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import combinations
@@ -22,7 +22,7 @@ from meshweave.capture.optimizer_record import FILLS, Num, OptimizerCall, Optimi
 from meshweave.errors import CaptureError
 from meshweave.interop import pytree
 from meshweave.interop.fake import DispatchMode
-from meshweave.interop.ops import arguments_of, returns_of
+from meshweave.interop.ops import arguments_of, operator_name, returns_of
 from meshweave.interop.storages import storage_key
 from meshweave.ir.traits import is_random
 
@@ -31,6 +31,9 @@ aten = torch.ops.aten
 _META = torch.device("meta")
 _TENSOR: Any = Tensor
 _SET_DATA: Any = _TENSOR.data.__set__
+_PLAIN = frozenset({int, bool, str, type(None), torch.dtype})
+# A call: the function, names of keywords, types of arguments, and stand-ins by number and plain values.
+_Form = tuple[Any, tuple[str, ...], tuple[type, ...], tuple[Any, ...]]
 _SHAPES = frozenset(
     {_TENSOR.shape.__get__, _TENSOR.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__}
 )
@@ -52,7 +55,7 @@ class _Items(TorchFunctionMode):
         if func == _SET_DATA and self.recorder.is_known(args[0]):
             return self.recorder.assign(*args)
         if func not in (Tensor.item, Tensor.__bool__, Tensor.__setitem__) or not self.recorder.is_known(args[0]):
-            return func(*args, **kwargs)
+            return self.recorder.call(func, args, kwargs)
         if func is Tensor.__setitem__:
             return self._set(*args)
         if func is Tensor.__bool__:
@@ -72,15 +75,18 @@ class OptimizerRecorder(DispatchMode):
     """Records a run.
 
     `decisions` are taken in order where the code branches on data; further branches are False. `before` is an earlier
-    run: as long as this run does the same, nothing is computed, and its tensors are reused.
+    run that began with the same inputs: as long as this run does the same, nothing is computed, and its tensors are
+    reused.
     """
 
-    def __init__(self, decisions: Sequence[bool] = (), before: OptimizerRecorder | None = None) -> None:
+    def __init__(self, decisions: Sequence[bool] = ()) -> None:
         super().__init__()
-        self.record, self.decisions, self.before = OptimizerRecord(), tuple(decisions), before
+        self.record, self.decisions = OptimizerRecord(), tuple(decisions)
+        self.before: OptimizerRecorder | None = None
         self._refs: dict[int, int] = {}  # id of a tensor -> its number
         self._alive: list[Tensor] = []  # keeps ids unique
         self._results: list[Any] = []  # of each call
+        self._forms: dict[int, _Form] = {}  # by op, the call that is this op alone
         self._kept_results: list[Tensor] = []
 
     def know(self, tensor: Tensor) -> int:
@@ -119,6 +125,59 @@ class OptimizerRecorder(DispatchMode):
         outcome = self.decisions[turn] if turn < len(self.decisions) else False
         self._enter(TakenBranch(Ref(self._refs[id(condition)]), outcome), None)
         return outcome
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a function that the code calls. A function that is a single op is not run again where the
+        previous run called it on the same stand-ins: the result is that run's, and only a float is new."""
+        at = len(self.record.calls)
+        form, floats = self._form_of(func, args, kwargs)
+        if form is not None and self.before is not None and self.before._forms.get(at) == form:
+            self._forms[at] = form
+            self.record.numbers += floats
+            return self._repeated(self.before.record.calls[at], (*args, *kwargs.values()))
+        result = func(*args, **kwargs)
+        if form is not None and self._is_single(func, result, at, floats):
+            self._forms[at] = form
+        return result
+
+    def _repeated(self, call: Any, operands: Sequence[Any]) -> Any:
+        """The result of a call of the previous run; if it wrote to an operand, that operand."""
+        assert self.before is not None
+        index = call.results[0].index
+        result = self.before._results[len(self.record.calls)]
+        if index < len(self._alive):
+            result = next(x for x in operands if self._refs.get(id(x)) == index)
+        self._take(index, result)
+        self._enter(call, result)
+        return result
+
+    def _form_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Form | None, list[float]]:
+        """All of a call but its floats, and these. No form for a call that takes anything but stand-ins and plain
+        values, or no stand-in."""
+        kinds, values, floats = list[type](), list[Any](), list[float]()
+        is_on_known = False
+        for x in (*args, *kwargs.values()):
+            kind = type(x)
+            if (ref := self._refs.get(id(x))) is not None:
+                is_on_known = True
+                values.append(ref)
+            elif kind is float:
+                floats.append(x)
+            elif kind in _PLAIN:
+                values.append(x)
+            else:
+                return None, []
+            kinds.append(kind)
+        return (func, tuple(kwargs), tuple(kinds), tuple(values)) if is_on_known else None, floats
+
+    def _is_single(self, func: Any, result: Any, at: int, floats: Sequence[float]) -> bool:
+        """Whether a function was the op of its own name and nothing else, with at most one number: its only float."""
+        if len(self.record.calls) != at + 1 or not isinstance(call := self.record.calls[at], OptimizerCall):
+            return False
+        if result is not self._results[at] or len(call.results) != 1 or _is_view(call.func) or len(floats) > 1:
+            return False
+        used = [x.index for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Num)]
+        return [self.record.numbers[i] for i in used] == floats and operator_name(call.func) == getattr(func, "__name__", "")
 
     def _repeats(self, func: Any, args: Any, kwargs: Any) -> OptimizerCall | None:
         """The call of the previous run that this call repeats."""

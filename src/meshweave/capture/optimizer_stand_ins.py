@@ -18,6 +18,8 @@ from meshweave.capture.optimizer_recorder import OptimizerRecorder
 from meshweave.capture.optimizer_several import name_of, parts_of
 from meshweave.capture.optimizer_shared import Place, SharedValues, attributes_of
 from meshweave.capture.rest import alike, difference, forms_of, tensors_in
+from meshweave.capture.snapshot import Snapshot
+from meshweave.capture.variables import ATOMS
 from meshweave.errors import CaptureError, MeshweaveError, PlanError
 from meshweave.interop.optimizer import make_state
 from meshweave.ir.graph import Spec
@@ -65,6 +67,7 @@ class StandIns:
         self._memo = dict(memo)
         self._copies = [_copied(part, memo, state) for part in parts_of(optimizer)]
         self._noted = [forms_of(attributes_of(part)) for part in parts_of(optimizer)]
+        self._taken: list[_Attributes | None] = [None] * len(self._copies)
         self._groups = [list(own.param_groups) for own in self._copies]
         self.shared = SharedValues(parts_of(optimizer), self._copies, self._all_groups, self._memo)
         self.grads = {name: torch.empty_like(p, requires_grad=False) for name, p in self.params.items()}
@@ -75,15 +78,18 @@ class StandIns:
         """Copy the present options of every group, and the user's attributes on parameters and on the optimizer."""
         for name, p in self._own.items():
             self.params[name].__dict__.update(vars(p))
-        for part, stand_in, noted in zip(parts_of(self.source), self._copies, self._noted, strict=True):
+        for i, (part, stand_in, noted) in enumerate(zip(parts_of(self.source), self._copies, self._noted, strict=True)):
             attributes = attributes_of(part)
+            if self._taken[i] is not None and self._taken[i].is_current(attributes):
+                continue
+            self._taken[i] = _Attributes(attributes)
             for name, form in forms_of(attributes).items():
                 if any(id(tensor) in self._memo for tensor in tensors_in(form)):
                     continue  # an attribute that refers to parameters stays bound to the stand-ins
                 if name not in noted or difference(noted[name], form) is not None:
                     stand_in.__dict__[name], noted[name] = _deep(part, attributes[name], dict(self._memo)), form
         for own, group in zip(self._all_groups, self.source.param_groups, strict=True):
-            options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+            options = {k: v if type(v) in ATOMS else copy.deepcopy(v) for k, v in group.items() if k != "params"}
             own.update(options | {k: False for k in _IMPLEMENTATIONS if k in group})
         self.shared.note()
 
@@ -122,17 +128,19 @@ class StandIns:
     def _run(self, name: str, kept: Kept, decisions: Sequence[bool]) -> tuple[Prepared, Kept]:
         key, param = (name, tuple(decisions)), self.params[name]
         before, path = self._runs.get(key, (None, None))
-        recorder = OptimizerRecorder(decisions, before if kept.tensors or kept.numbers else None)
+        recorder = OptimizerRecorder(decisions)
         self._begin([name])
         if kept.tensors or kept.numbers:
             tensors = {slot: self._tensor(name, slot, spec) for slot, spec in kept.tensors.items()}
-            self.state[param].update(tensors | copy.deepcopy(dict(kept.numbers)))
+            self.state[param].update(tensors | {slot: _own(number) for slot, number in kept.numbers.items()})
             for slot, tensor in tensors.items():
                 recorder.record.inputs["state", 0, slot] = recorder.know(tensor)
         recorder.record.inputs |= {
             ("param", 0, ""): recorder.know(param),
             ("grad", 0, ""): recorder.know(self.grads[name]),
         }
+        if before is not None and path is not None and not path.fills:
+            recorder.before = before if before.record.inputs == recorder.record.inputs else None
         self.shared.begin(kept.shared)
         with self._errors(), recorder.running():
             self._step()
@@ -173,7 +181,7 @@ class StandIns:
                     expected="a tensor computed from the parameter or its gradient, or a number",
                 )
             elif value is not None:
-                numbers[slot] = value.detach().clone() if isinstance(value, Tensor) else value
+                numbers[slot] = _own(value)
         return Kept(tensors, numbers)
 
     def _errors(self) -> _Errors:
@@ -228,6 +236,24 @@ class StandIns:
             first += len(groups)
         for name in names:
             self.params[name].grad = self.grads[name]
+
+
+class _Attributes:
+    """The attributes of an optimizer at some time."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        self._values, self._contents = dict(attributes), Snapshot.of(attributes)
+
+    def is_current(self, attributes: Mapping[str, Any]) -> bool:
+        """Whether nothing has changed. Tensors may have been written."""
+        values = self._values
+        is_same = attributes.keys() == values.keys() and all(attributes[k] is v for k, v in values.items())
+        return is_same and not self._contents.tensors and self._contents.is_current()
+
+
+def _own(value: Any) -> Any:
+    """A copy of a number that an optimizer keeps."""
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any], state: Any) -> torch.optim.Optimizer:
