@@ -304,7 +304,7 @@ class Scheduled(Lion):
         chained = flat.mul_(1 - 0.05 * n)  # the view itself
         chained.add_(p.grad.reshape(-1), alpha=0.02 * n)
         kept.add_(chained.view_as(kept), alpha=0.1 / n)
-        rest = torch.clamp(p.grad, max=0.25 * n - 0.5, min=-0.25 / n)  # the same number at first
+        rest = torch.clamp(p.grad, max=0.25 * n - 0.75, min=-0.5 / n)  # the same number at first
         torch.add(kept, rest, alpha=0.1 * n, out=kept)
         p.sub_(0.1 * torch.nn.functional.leaky_relu(rest, 0.1 * n))
         p.add_((kept * kept + 1.0 / n) ** 0.5 / (1.0 + n), alpha=-0.01)
