@@ -159,6 +159,18 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
     assert process.is_done
 
 
+def test_a_process_ends_with_the_step_that_it_compiles_for() -> None:
+    process = CompilerProcess((RegionFunction((), (), (), (), CPU, "nothing"),) * 10_000)
+    process.start()
+    popen, reader = process._process, process._reader
+    assert popen is not None
+    assert reader is not None
+    assert popen.poll() is None
+    del process
+    reader.join(60)
+    assert popen.poll() == -signal.SIGTERM
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of Linux")
 def test_a_process_gives_way_and_ends_with_its_parent_before_it_has_imported_torch() -> None:
     process = subprocess.Popen([sys.executable, "-c", _SCRIPT], stdin=subprocess.PIPE, start_new_session=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from threading import Thread
 from typing import Any
+from weakref import finalize
 
 from meshweave.interop.lazy import load_inductor
 from meshweave.interop.ops import find_operator, is_operator
@@ -56,11 +57,11 @@ def load(data: bytes) -> Any:
     return _Unpickler(BytesIO(data)).load()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class CompilerProcess:
     """A process that compiles regions one after the other, beginning with the first of `functions`. `finished` are the
     keys of those that are done, including failures in Python; complete when it has ended. The region at which it
-    crashed, and later regions, are not among them."""
+    crashed, and later regions, are not among them. The process ends once nothing refers to this object."""
 
     functions: Sequence[RegionFunction]
     finished: set[str] = field(default_factory=set)
@@ -82,24 +83,12 @@ class CompilerProcess:
             start_new_session=True,  # Ctrl-C is for the training process
         )
         self._process = process
-        self._reader = Thread(target=self._talk, args=(payload,), name="meshweave: compiler", daemon=True)
+        keys = [function.key for function in self.functions]
+        self._reader = Thread(
+            target=_talk, args=(process, payload, keys, self.finished), name="meshweave: compiler", daemon=True
+        )
         self._reader.start()
-
-    def _talk(self, payload: bytes) -> None:
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with suppress(OSError):  # a crashed process does not read
-            process.stdin.write(len(payload).to_bytes(_HEADER_BYTES, "big") + payload)
-            process.stdin.flush()
-        with process.stdout as lines:
-            for line in lines:
-                if line.strip().isdigit():  # not output of a library
-                    self.finished.add(self.functions[int(line)].key)
-        process.wait()
-        with suppress(OSError):
-            process.stdin.close()
+        finalize(self, process.terminate)
 
     @property
     def is_done(self) -> bool:
@@ -114,6 +103,22 @@ class CompilerProcess:
     def wait(self) -> None:
         if self._reader is not None:
             self._reader.join()
+
+
+def _talk(process: subprocess.Popen[bytes], payload: bytes, keys: Sequence[str], finished: set[str]) -> None:
+    """Pass regions to a process, and add the key of each to `finished` when it is done, until the process ends."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(OSError):  # a crashed process does not read
+        process.stdin.write(len(payload).to_bytes(_HEADER_BYTES, "big") + payload)
+        process.stdin.flush()
+    with process.stdout as lines:
+        for line in lines:
+            if line.strip().isdigit():  # not output of a library
+                finished.add(keys[int(line)])
+    process.wait()
+    with suppress(OSError):
+        process.stdin.close()
 
 
 # Training has priority from the beginning, and nothing goes on without it: importing torch takes seconds of a core.
