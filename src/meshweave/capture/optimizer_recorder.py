@@ -176,8 +176,9 @@ class OptimizerRecorder(DispatchMode):
             return False
         if result is not self._results[at] or len(call.results) != 1 or _is_view(call.func) or len(floats) > 1:
             return False
-        used = [x.index for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Num)]
-        return [self.record.numbers[i] for i in used] == floats and operator_name(call.func) == getattr(func, "__name__", "")
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        used = [self.record.numbers[x.index] for x in leaves if isinstance(x, Num)]
+        return used == floats and operator_name(call.func) == getattr(func, "__name__", "")
 
     def _repeats(self, func: Any, args: Any, kwargs: Any) -> OptimizerCall | None:
         """The call of the previous run that this call repeats."""

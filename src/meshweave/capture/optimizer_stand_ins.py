@@ -79,8 +79,8 @@ class StandIns:
         for name, p in self._own.items():
             self.params[name].__dict__.update(vars(p))
         for i, (part, stand_in, noted) in enumerate(zip(parts_of(self.source), self._copies, self._noted, strict=True)):
-            attributes = attributes_of(part)
-            if self._taken[i] is not None and self._taken[i].is_current(attributes):
+            attributes, taken = attributes_of(part), self._taken[i]
+            if taken is not None and taken.is_current(attributes):
                 continue
             self._taken[i] = _Attributes(attributes)
             for name, form in forms_of(attributes).items():
@@ -239,7 +239,7 @@ class StandIns:
 
 
 class _Attributes:
-    """The attributes of an optimizer at some time."""
+    """The attributes of an optimizer when they were copied."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
         self._values, self._contents = dict(attributes), Snapshot.of(attributes)
