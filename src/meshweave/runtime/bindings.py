@@ -20,7 +20,7 @@ from meshweave.runtime.state import Key, State
 from meshweave.runtime.world import World
 from meshweave.runtime.written import Written, check_separate, check_written
 
-Mark = tuple[int, int]  # address and version: tells whether a tensor has been written
+Mark = tuple[int, int]  # address and versions: tells whether a tensor has been written
 
 
 Form = Literal["shared", "dtensor", "copy"]
@@ -59,8 +59,14 @@ class Bound:
     @property
     def is_unwritten(self) -> bool:
         """Whether the tensor is unwritten since `settle`, as far as version and address show."""
-        memory, (address, version) = self.memory, self.mark  # of every tensor, several times a step
-        return memory.data_ptr() == address and version_of(memory) == version
+        return self._mark_now() == self.mark
+
+    def _mark_now(self) -> Mark:  # of every tensor, several times a step
+        memory = self.memory
+        version = version_of(memory)
+        if memory is not self.tensor:  # an op on a DTensor increases its own version alone
+            version += version_of(self.tensor)
+        return memory.data_ptr(), version
 
     def share(self, piece: Tensor) -> None:
         """Make the tensor share the memory of a piece. The tensor stays the same object for all its users."""
@@ -74,7 +80,7 @@ class Bound:
 
     def settle(self) -> None:
         """Record the tensor's present state as the step's."""
-        self.mark = mark_of(self.memory)
+        self.mark = self._mark_now()
         if self.form == "dtensor" and self.wrapper is None:
             self.wrapper = self.tensor.untyped_storage()
 
@@ -82,7 +88,7 @@ class Bound:
         """StepError if the user has assigned to `.data` of a DTensor: PyTorch does not copy the values into it."""
         if self.wrapper is None or is_stored_in(self.tensor, self.wrapper):
             return
-        if self.mark[0] == mark_of(self.memory)[0]:
+        if self.mark[0] == self.memory.data_ptr():
             raise StepError(
                 f"other values were assigned to .data of {_shown(self.item)}, and are lost",
                 got="p.data = ... on a DTensor, which does not change its memory, in plain PyTorch either",
@@ -180,7 +186,7 @@ class Bindings:
         bounds = [b for b in map(self.bound.get, keys) if b is not None and b.form != "copy" and b.mark[1] >= 0]
         increase_versions([*(b.tensor for b in bounds), *(b.memory for b in bounds if b.form == "dtensor")])
         for bound in bounds:
-            bound.mark = bound.mark[0], bound.mark[1] + 1
+            bound.mark = bound.mark[0], bound.mark[1] + (2 if bound.form == "dtensor" else 1)
 
     def publish(self, state: State, keys: Collection[Key] | None = None) -> None:
         """Copy the state's values to the module's tensors: all, or after an update those of `keys` that it has not
@@ -332,10 +338,6 @@ def _retied(key: Key, other: Key) -> StepError:
         expected="the same names for each tensor as when the step was compiled",
         hint="step.save(path), compile again, step.load(path)",
     )
-
-
-def mark_of(tensor: Tensor) -> Mark:
-    return tensor.data_ptr(), version_of(tensor)
 
 
 def set_values(tensor: Tensor, piece: Tensor) -> None:
