@@ -180,6 +180,19 @@ def test_a_link_is_busy_with_the_last_communication_before() -> None:
     assert row.reason == f"{end}; its link is busy with gather_1; no other item is left that could run"
 
 
+def test_a_merged_collective_has_the_bytes_of_all() -> None:
+    """Two gathers as a single one, and a reduction of twice the bytes: in the merged problem it has another number."""
+    b = Builder()
+    x, y, z = *b.placeholders("x y"), b.placeholder("z", (16, 8))
+    waits = [b.wait(None, start) for start in (b.gather("gather_x", x), b.gather("gather_y", y), b.reduce("total", z))]
+    judged = Judged(b.done(*waits), by_size({}, latency=1.0, seconds=1.0))
+    shape = judged.search.shape(((0, 1),))
+    rows = collective_rows(judged.merger, judged.search.judge("", shape, shape.merged.problem.order), None)
+    assert [(row.name, row.op, row.bytes) for row in rows] == [
+        ("gather_x+gather_y", "all_gather_into_tensor", 512), ("total", "all_reduce", 512)
+    ]  # fmt: skip
+
+
 def test_what_nobody_waits_for_is_exposed_at_the_end_all_along() -> None:
     """The long one runs for 9 s, 1 s of which is hidden, the short one beside it."""
     b = Builder()
