@@ -24,18 +24,19 @@ def assert_same_values(role: RankGraph, before: object) -> None:
 
 # gathers ahead
 
-UNITS = [f"cast_{i} gather_{i}" for i in range(4)]
+UNITS = [f"scaled_{i} cast_{i} gather_{i}" for i in range(4)]
 USES = [f"full_{i} mm_{i}" for i in range(4)]
 
 
 def layers(phase: str = "forward", num: int = 4) -> RankGraph:
-    """Each layer casts its weight, gathers it, and multiplies."""
+    """Each layer scales and casts its weight, gathers it, and multiplies."""
     w = Written()
     x = w.input("x", "batch")
     weights = [w.input(f"w_{i}", rows=2) for i in range(num)]
     for i, weight in enumerate(weights):
         w.at = Origin(phase, f"model.layers.{i}.linear")
-        x = w.mm(f"mm_{i}", x, w.wait(f"full_{i}", w.gather(f"gather_{i}", w.relu(f"cast_{i}", weight))))
+        cast = w.relu(f"cast_{i}", w.add(f"scaled_{i}", weight, weight))
+        x = w.mm(f"mm_{i}", x, w.wait(f"full_{i}", w.gather(f"gather_{i}", cast)))
     return w.role(("loss", x))
 
 
@@ -117,6 +118,18 @@ def test_a_block_is_due_at_its_first_wait() -> None:
     x = w.mm("mm_c", x, w.wait("full_c", w.gather("gather_c", c)))
     role = prefetch(w.role(("loss", x)), 1)
     assert order(role) == "gather_a gather_b gather_c full_b mm_b full_a mm_a full_c mm_c"
+
+
+def test_what_starts_earlier_already_stays_there() -> None:
+    w = Written()
+    x, a, b = w.input("x", "batch"), w.input("a", rows=2), w.input("b", rows=2)
+    w.at = Origin("forward", "layers.1")
+    start = w.gather("gather_1", b)
+    w.at = Origin("forward", "layers.0")
+    x = w.mm("mm_0", x, w.wait("full_0", w.gather("gather_0", a)))
+    w.at = Origin("forward", "layers.1")
+    x = w.mm("mm_1", x, w.wait("full_1", start))
+    assert order(prefetch(w.role(("loss", x)), 1)) == "gather_1 gather_0 full_0 mm_0 full_1 mm_1"
 
 
 @pytest.mark.parametrize(("kind", "is_moved"), [("param", True), ("buffer", True), ("state", True), ("batch", False)])
