@@ -243,6 +243,18 @@ def test_a_wait_that_is_late_comes_forward() -> None:
     assert order(settle(w.role(*(("grad", g) for g in gradients)))) == "gc sc gb wc sb ga wb sa wa"
 
 
+def test_a_gradient_of_the_last_block_may_be_waited_for_in_the_update() -> None:
+    """Where it is used: after the update of another."""
+    w = Written()
+    x = w.input("x", "batch")
+    w.at = Origin("backward", "layers.0")
+    near, far = (w.scatter(f"s{i}", w.mm(f"g{i}", x, x)) for i in range(2))
+    w.at = Origin("update")
+    new = [w.relu(f"u{i}", w.wait(f"w{i}", start)) for i, start in enumerate((near, far))]
+    role = w.role(*(("grad", n.args[0]) for n in new), *(("param", n) for n in new))
+    assert order(settle(role)) == "g0 s0 g1 s1 w0 u0 w1 u1"
+
+
 def test_a_gradient_that_is_used_earlier_is_waited_for_there() -> None:
     """The second block needs the first one's reduced gradient."""
     w = Written()

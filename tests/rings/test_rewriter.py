@@ -111,6 +111,13 @@ def two_layers(b: Builder) -> list[fx.Node]:
     return [b.call("sum", ATEN.cumsum.default, b.wait("last", b.gather("again", own)), 0)]
 
 
+def late_weight(b: Builder) -> list[fx.Node]:
+    """The product's weight is cast after the wait for its rows."""
+    x, w = b.placeholder("x", (4, 6)), b.placeholder("w", (6, 2))
+    full = b.wait("full", b.gather("gather", x))
+    return [b.mm("product", full, b.relu("cast", w))]
+
+
 GATHERS = ["direct", "cyclic", "bidirectional", "broadcast", "pipelined"]
 SCATTERS = ["direct", "ring", "pipelined"]
 # By program the collectives of a list of decisions: their names, and the algorithms that are chosen among, in order.
@@ -126,6 +133,7 @@ PROGRAMS: dict[str, tuple[Build, set[tuple[tuple[str, str], ...]]]] = {
             *((("start", way), ("", then)) for way in ("direct", "ring") for then in ("", *GATHERS)),
         },
     ),
+    "a weight that comes later": (late_weight, {(("gather", way),) for way in ("", *GATHERS)}),
     "all_to_all": (
         there_and_back, {(("there", one), ("back", other)) for one in ("", "peer") for other in ("", "peer")},
     ),
