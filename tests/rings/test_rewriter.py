@@ -15,9 +15,11 @@ from tests.schedule.graphs import ATEN, Builder
 from torch import fx
 
 from meshweave.chunks.chains import Downstream
+from meshweave.errors import VerifyError
 from meshweave.hardware import load_profile
 from meshweave.ir.collectives import STARTS
 from meshweave.ir.device_program import DeviceProgram
+from meshweave.rings import rewriter
 from meshweave.rings.algorithms import algorithm
 from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.price import Estimate
@@ -151,8 +153,8 @@ PROGRAMS: dict[str, tuple[Build, set[tuple[tuple[str, str], ...]]]] = {
 def test_every_choice_gives_the_same_values_on_all_devices(name: str) -> None:
     build, expected = PROGRAMS[name]
     options = EVERY if name != "two layers" else replace(EVERY, all_gather=("direct",))
-    before, seen = built(build), set()
-    for decisions, graph, report in outcomes(build, options):
+    before, seen, every = built(build), set(), list(outcomes(build, options))
+    for decisions, graph, report in every:
         assert_same_on_all(before, graph)
         names = {n.name for n in before.nodes}
         seen.add(tuple((r.name if r.name in names else "", r.scheme if r.is_taken else "") for r in report.rows))
@@ -163,6 +165,16 @@ def test_every_choice_gives_the_same_values_on_all_devices(name: str) -> None:
         num_returned = sum("it returns" in row.reason for row in report.rows)
         assert sum(at >= 0 for at in decisions) + num_returned == report.num_taken
     assert seen == expected
+    assert len(every) == len(expected) + (name == "all_to_all")  # both at once, or one after the other
+
+
+def test_what_is_written_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(program: DeviceProgram) -> None:
+        raise VerifyError("not proven")
+
+    monkeypatch.setattr(rewriter, "prove_rings", refuse)
+    with pytest.raises(VerifyError, match="not proven"):
+        take_apart(program_of(two_layers), EVERY, first, None)
 
 
 def test_every_variant_of_consumers_gives_the_same_values() -> None:

@@ -181,15 +181,17 @@ def test_a_link_is_busy_with_the_last_communication_before() -> None:
 
 
 def test_a_merged_collective_has_the_bytes_of_all() -> None:
-    """Two gathers as a single one, and a reduction of twice the bytes: in the merged problem it has another number."""
+    """Two gathers as a single one, and reductions of twice the bytes: in the merged problem they have other numbers."""
     b = Builder()
     x, y, z = *b.placeholders("x y"), b.placeholder("z", (16, 8))
-    waits = [b.wait(None, start) for start in (b.gather("gather_x", x), b.gather("gather_y", y), b.reduce("total", z))]
+    starts = [b.gather("gather_x", x), b.gather("gather_y", y), b.reduce("total", z), b.scatter("part", z)]
+    waits = [b.wait(None, start) for start in starts]
     judged = Judged(b.done(*waits), by_size({}, latency=1.0, seconds=1.0))
     shape = judged.search.shape(((0, 1),))
     rows = collective_rows(judged.merger, judged.search.judge("", shape, shape.merged.problem.order), None)
     assert [(row.name, row.op, row.bytes) for row in rows] == [
-        ("gather_x+gather_y", "all_gather_into_tensor", 512), ("total", "all_reduce", 512)
+        ("gather_x+gather_y", "all_gather_into_tensor", 512), ("total", "all_reduce", 512),
+        ("part", "reduce_scatter_tensor", 512),
     ]  # fmt: skip
 
 
