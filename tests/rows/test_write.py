@@ -66,7 +66,14 @@ def views(b: Builder) -> list[fx.Node]:
     apart = b.call("apart", ATEN.view.default, rows, [2, 4, 6])
     wide = b.call("wide", ATEN.expand.default, b.call("single", ATEN.unsqueeze.default, rows, 1), [8, 3, 6])
     turned = b.relu("turned", b.call("t", ATEN.t.default, x))
-    return [b.relu("relu", apart), b.add("plus", wide, 1.0), turned, b.call("flat", ATEN.view.default, rows, [48])]
+    cycled = b.relu("cycled", b.call("cycle", ATEN.permute.default, apart, [2, 0, 1]))
+    return [
+        b.relu("relu", apart),
+        b.add("plus", wide, 1.0),
+        turned,
+        cycled,
+        b.call("flat", ATEN.view.default, rows, [48]),
+    ]
 
 
 def mixed(b: Builder) -> list[fx.Node]:
@@ -74,6 +81,18 @@ def mixed(b: Builder) -> list[fx.Node]:
     _, rows = product(b)
     sums = b.call("running", ATEN.cumsum.default, rows, 0)
     return [b.add("again", rows, sums), b.call("other", ATEN.cumsum.default, rows, 0)]
+
+
+def added_rows(b: Builder) -> list[fx.Node]:
+    """Rows are added to those of a table, chunk after chunk."""
+    x, _ = product(b)
+    at = b.call("at", ATEN.remainder.Scalar, b.call("numbers", ATEN.sum.dim_IntList, b.relu("relu", x), [1]), 3)
+    table = b.placeholder("table", (3, 4))
+    return [b.call("put", ATEN.index_put.default, table, [cast(b, "index", at)], b.add("plus", x, 1.0), True)]
+
+
+def cast(b: Builder, name: str, x: fx.Node) -> fx.Node:
+    return b.call(name, ATEN._to_copy.default, x, dtype=torch.int64)
 
 
 WRITTEN: dict[str, tuple[Build, tuple[Cut, ...]]] = {
@@ -84,6 +103,7 @@ WRITTEN: dict[str, tuple[Build, tuple[Cut, ...]]] = {
     "several results": (several_results, (HALVES, BLOCKS)),
     "views": (views, (HALVES, QUARTERS, BLOCKS)),
     "mixed": (mixed, (HALVES, BLOCKS)),
+    "added rows": (added_rows, (HALVES, QUARTERS, BLOCKS)),
 }
 
 
@@ -140,6 +160,8 @@ def test_sums_of_half_precision_are_added_in_float32() -> None:
     assert len(adds) == 3
     assert {n.meta["val"].dtype for n in adds} == {torch.float32}
     assert [n.kwargs for n in gm.graph.nodes if n.target is ATEN.sum.dim_IntList] == [{"dtype": torch.float32}] * 2
+    means = [n for n in Chunked(combined).written().graph.nodes if n.target is ATEN.mean.dim]
+    assert [n.kwargs for n in means if n.args[1] == [0]] == [{"dtype": torch.float32}] * 2
     outputs = gm.graph.find_nodes(op="output")[0].args[0]
     assert {n.meta["val"].dtype for n in outputs} == {HALF}
 
