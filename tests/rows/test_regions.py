@@ -128,6 +128,18 @@ def test_rows_of_all_seeds_are_cut(seeds: str, split: list[str]) -> None:
     assert sorted(names_of(described(apart), *seeds)[0]) == sorted(split)
 
 
+def test_rows_of_other_chunks_are_not_combined() -> None:
+    """Of one operand a chunk is a half, of the other a part of each block."""
+
+    def build(b: Builder) -> list[fx.Node]:
+        return [b.add("plus", *apart(b))]
+
+    gm = described(build)
+    cut = regions(gm.graph, {named(gm, "x"): HALVES, named(gm, "y"): BLOCKS})
+    assert [n.name for n in cut.rules] == ["product_x", "relu_x", "product_y", "relu_y"]
+    assert cut.refused == {named(gm, "plus"): "it combines other rows than the chunks of relu_y"}
+
+
 def test_a_fixed_op_ends_a_region() -> None:
     gm = described(chain)
     named(gm, "relu").meta[FIXED] = "a hook reads it"
