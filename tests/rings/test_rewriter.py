@@ -137,13 +137,13 @@ PROGRAMS: dict[str, tuple[Build, set[tuple[tuple[str, str], ...]]]] = {
     ),
     "a weight that comes later": (late_weight, {(("gather", way),) for way in ("", *GATHERS)}),
     "all_to_all": (
-        there_and_back, {(("there", one), ("back", other)) for one in ("", "peer") for other in ("", "peer")},
+        there_and_back, {(("there", way), ("back", then)) for way in ("", "peer") for then in ("", "peer")},
     ),
     "two layers": (
         two_layers,
         {
-            (("gather", one), ("scatter", other), ("again", ""))
-            for one in ("", *GATHERS) for other in ("", *SCATTERS) if one in ("", "direct")
+            (("gather", way), ("scatter", then), ("again", ""))
+            for way in ("", *GATHERS) for then in ("", *SCATTERS) if way in ("", "direct")
         },
     ),
 }  # fmt: skip

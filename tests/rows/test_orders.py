@@ -111,7 +111,7 @@ def invalid(b: Builder, kind: str) -> Sequence[fx.Node]:
     """A use of sorted rows, or of their positions, that depends on all rows."""
     x, _, ids, at = routed(b)
     rows = b.call("rows", ATEN.index.Tensor, x, [at])
-    made: dict[str, Any] = {
+    uses: dict[str, Any] = {
         "positions as numbers": lambda: b.add("use", at, 1),
         "positions of other rows": lambda: b.call("use", ATEN.index.Tensor, b.placeholder("y", (9, 4)), [at]),
         "sorted rows communicate": lambda: b.wait("full", b.gather("use", rows)),
@@ -124,7 +124,7 @@ def invalid(b: Builder, kind: str) -> Sequence[fx.Node]:
         ),
         "a quotient that parts rows": lambda: b.call("use", ATEN.floor_divide.default, at, ROWS // 2 + ROWS),
     }
-    return [made[kind](), b.add("plus", x, 1.0), b.relu("kept", ids)]
+    return [uses[kind](), b.add("plus", x, 1.0), b.relu("kept", ids)]
 
 
 INVALID = {

@@ -32,7 +32,7 @@ class Alone:
 
 
 @dataclass
-class Held:
+class WholeValue:
     """A state with a single value."""
 
     value: Tensor
@@ -100,7 +100,7 @@ def test_a_tensor_is_unwritten_until_the_user_writes_it_and_again_once_settled(
 def test_of_a_copy_every_write_shows_by_its_values(write: Write, is_distributed: bool) -> None:
     """Of what has no trace: alone by the pieces, with other processes by the fingerprint when it was settled."""
     its = bound("copy")
-    table, state = bindings(its, is_distributed=is_distributed), Held(its.tensor.detach().clone())
+    table, state = bindings(its, is_distributed=is_distributed), WholeValue(its.tensor.detach().clone())
     table.settle(its)
     assert its.values == (int(fingerprint(its.tensor)) if is_distributed else 0)
     assert not table.differs(state, its)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_values_of_shared_memory_are_not_read() -> None:
     table.settle(its)
     assert its.values == 0
     by_data(its.tensor)  # the piece has it, too
-    assert not table.differs(Held(torch.zeros(0)), its)  # type: ignore[arg-type]
+    assert not table.differs(WholeValue(torch.zeros(0)), its)  # type: ignore[arg-type]
 
 
 def test_a_tensor_that_gets_a_piece_is_settled() -> None:
