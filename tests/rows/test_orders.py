@@ -87,7 +87,21 @@ def top_two(b: Builder) -> list[fx.Node]:
     return [b.add("plus", b.call("back", ATEN.index_put.default, zeros, [tokens], rows, True), x)]
 
 
+def experts(b: Builder) -> list[fx.Node]:
+    """Each expert multiplies its rows, up to the end of which it counts."""
+    x, ids, _, at = routed(b)
+    rows = b.call("rows", ATEN.index.Tensor, x, [at])
+    numbers = b.call("numbers", ATEN.arange.start_step, 0, EXPERTS, 1)
+    each = b.call("each", ATEN.eq.Tensor, b.call("wide", ATEN.unsqueeze.default, ids, 1), numbers)
+    running = b.call("running", ATEN.cumsum.default, b.call("counts", ATEN.sum.dim_IntList, each, [0]), 0)
+    ends = cast(b, "ends", running, torch.int32)
+    product = b.call("product", torch.ops.meshweave.grouped_mm.default, rows, b.placeholder("w", (EXPERTS, 4, 4)), ends)
+    zeros = b.call("zeros", ATEN.mul.Tensor, x, 0)
+    return [b.add("plus", b.call("back", ATEN.index_put.default, zeros, [at], product, True), x)]
+
+
 VALID = {
+    "experts": (experts, {"sort", "rows", "counts", "running", "ends", "product", "back", "plus"}),
     "two experts of each token": (top_two, {"best", "flat", "sort", "tokens", "rows", "relu", "back", "plus"}),
     "there and back": (there_and_back, {"sort", "rows", "relu", "again", "back", "plus"}),
     "put": (lambda b: put_back(b, False), {"sort", "rows", "relu", "back", "plus"}),
@@ -176,11 +190,11 @@ def numbers(b: Builder) -> list[fx.Node]:
     ends = b.call("ends", ATEN.cumsum.default, counts, 0, dtype=torch.int64)
     small = cast(b, "small", b.call("ends_of_histogram", ATEN.cumsum.default, histogram, 0), torch.int32)
     half = cast(b, "half", histogram, torch.bfloat16)
-    rounded = b.call("rounded", ATEN.cumsum.default, half, 0)
+    rounded = b.call("rounded", ATEN.cumsum.default, histogram, 0, dtype=torch.bfloat16)
     down = b.call("down", ATEN.sort.stable, ids, stable=True, dim=0, descending=True)
     last = b.item("descending", down, 0)
     again = b.call("view", ATEN.view.default, cast(b, "to_int", ordered, torch.int32), [ROWS])
-    return [beyond, wrong, ends, small, rounded, last, again, at]
+    return [beyond, wrong, ends, small, half, rounded, last, again, at]
 
 
 COUNTED = {"counts": "wide", "histogram": "float_ids", "beyond": None, "wrong": None, "ends": None, "at": None}
