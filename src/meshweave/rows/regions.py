@@ -62,7 +62,7 @@ def regions(graph: fx.Graph, seeds: Mapping[fx.Node, Cut]) -> Regions:
     needed whole stays whole, with the ops on its result."""
     changed, count = _changed(graph), next(iter(seeds.values())).count
     while True:
-        settled = _settle(graph, _follow(seeds, changed), count)
+        settled = _settle(graph, _follow(seeds, changed), count, changed)
         sorts = _needed_whole(graph, settled)
         if not sorts:
             return settled
@@ -164,7 +164,7 @@ def _index(item: fx.Node) -> int:
     return index
 
 
-def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regions:
+def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int, changed: set[int]) -> Regions:
     settled = Regions(count)
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
@@ -175,7 +175,7 @@ def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regio
         ends += [(End(False, i), labels[n]) for i, n in operands if n in labels]
         if not ends:
             continue
-        rule = _first(node, ends, settled)
+        rule = _first(node, ends, settled, changed)
         if rule is not None:
             settled.rules[node] = rule
             settled.cuts |= {n: c for n, i in _results(node) if isinstance(c := rule.results[i], Cut)}
@@ -183,11 +183,12 @@ def _settle(graph: fx.Graph, labels: Mapping[fx.Node, Cut], count: int) -> Regio
     return settled
 
 
-def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], settled: Regions) -> RowRule | None:
+def _first(node: fx.Node, ends: Iterable[tuple[End, Cut]], settled: Regions, changed: set[int]) -> RowRule | None:
     """The rule of the first possible end; if there is none the first reason is recorded."""
     for end, cut in ends:
         try:
             rule = _fitting(node, rule_of(node, end, cut), settled.cuts)
+            _check_unwritten(node, rule, changed)
         except NoCut as reason:
             settled.refused.setdefault(node, str(reason))
         else:
@@ -221,6 +222,15 @@ def _fitting(node: fx.Node, rule: RowRule, cuts: Mapping[fx.Node, Cut]) -> RowRu
     if not all(_is_dense(node, i) for i in cut_results):
         raise NoCut("its result has gaps in memory")
     return rule
+
+
+def _check_unwritten(node: fx.Node, rule: RowRule, changed: set[int]) -> None:
+    """Raise NoCut for chunks of memory that some op writes: it would write the whole value, and not the chunks."""
+    values = [n for n, cut in zip(tensor_inputs(node), rule.operands, strict=True) if cut is not None]
+    values += [n for n, index in _results(node) if isinstance(rule.results[index], Cut)]
+    for value in values:
+        if not changed.isdisjoint(_storages(value)):
+            raise NoCut(f"the memory of {value.name} is written")
 
 
 def _is_dense(node: fx.Node, index: int) -> bool:

@@ -73,6 +73,8 @@ class RowWriter:
         changed = any(n.meta.get("val") is not o.meta.get("val") for n, o in pairs)
         if is_view(node) and changed and "val" in node.meta:  # without: its shape differs between devices
             new.meta["val"] = self.val_of_view(new)
+        elif _is_item_of_view(node):
+            new.meta["val"] = new.args[0].meta["val"][new.args[1]]  # type: ignore[union-attr, index]
         self.whole[node] = new
         return new
 
@@ -93,7 +95,7 @@ class RowWriter:
         """The whole value: as computed, as a view of a whole value, or its chunks joined."""
         if node in self.whole:
             return self.whole[node]
-        if is_view(node):
+        if is_view(node) or _is_item_of_view(node):
             return self.keep(node)
         cut = self.regions.cuts[node]
         assert not isinstance(cut, Sorted), f"{node.name} is in another order in every chunk"
@@ -262,6 +264,11 @@ class RowWriter:
         new = self.new.create_node("call_function", target, args, kwargs, name)
         new.meta = kept_meta(like) | {"val": val}
         return new
+
+
+def _is_item_of_view(node: fx.Node) -> bool:
+    """Whether a value is of a list of views, as of a split."""
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_view(node.args[0])
 
 
 # The operands that an op requires to be contiguous. Layer norm's kernel reads its statistics so, unchecked.

@@ -71,9 +71,9 @@ def _reason(
 ) -> str:
     """Why the stream waits for communication c from `since` on."""
     problem = chosen.merged.problem
-    needs = [d for d in problem.deps[c] if problem.channel[d] < 0]
+    needs = [*(d for d in problem.deps[c] if problem.channel[d] < 0), *problem.waits[c]]
     last = max(needs, key=lambda d: played.end[d], default=-1)
-    ready = max([played.end[d] for d in (*needs, *problem.waits[c])], default=0.0)
+    ready = played.end[last] if needs else 0.0
     user = problem.names[users[c]] if c in users else "the end of the step"
     tiny = 0.01 * problem.copy[c]
     if played.begin[c] > played.issued[c] + tiny:
@@ -91,7 +91,8 @@ def _reason(
     elif played.issued[c] > ready + tiny:
         reason = f"it starts {(played.issued[c] - ready) * 1e3:.3f} ms later than possible, because of memory or order"
     else:
-        reason = f"{problem.names[last]} has just computed its operand" if last >= 0 else "nothing comes before it"
+        verb = "computed" if problem.channel[last] < 0 else "brought"
+        reason = f"{problem.names[last]} has just {verb} its operand" if needs else "nothing comes before it"
     fill = _could_run(chosen, played, c, since, place)
     rest = f"{fill} could have run meanwhile" if fill else "no other item is left that could run"
     return f"{user} needs it; {reason}; {rest}"
