@@ -346,6 +346,63 @@ def test_attributes_are_read_at_every_step() -> None:
         assert ours.error(optimizer) <= 1e-12
 
 
+class Boosted(torch.optim.Optimizer):
+    """Its rate has factors that may be missing."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                boost = group.get("boost", 1.0) * getattr(self, "boost", 1.0) * getattr(p, "boost", 1.0)
+                p.sub_(p.grad, alpha=group["lr"] * boost)
+
+
+@pytest.mark.parametrize("place", ["group", "optimizer", "parameter"])
+def test_what_the_user_deletes_counts_no_longer(place: str) -> None:
+    model = Toy(torch.float64)
+    optimizer = Boosted(model.parameters())
+    ours = Ours(model, optimizer)
+    places: dict[str, list[dict[str, Any]]] = {
+        "group": optimizer.param_groups,
+        "optimizer": [vars(optimizer)],
+        "parameter": [vars(p) for p in model.parameters()],
+    }
+    for step in range(6):
+        for entries in places[place]:
+            if step in (1, 4):
+                entries["boost"] = 3.0
+            if step in (3, 5):
+                del entries["boost"]
+        set_grads(model, step)
+        ours.step()
+        optimizer.step()
+        assert ours.error(optimizer) <= 1e-12
+
+
+class Reshaping(Lion):
+    """Changes the shape of what it has computed, and of the gradient, in place, and notes something on them."""
+
+    def look(self, p: Tensor) -> float:
+        assert p.grad is not None
+        fresh = p.mul(0.5)
+        rate = 0.1 / (1 + fresh.dim()) if not hasattr(fresh, "is_seen") else 5.0
+        fresh.is_seen = True  # type: ignore[attr-defined]
+        fresh.unsqueeze_(0)
+        rate = rate if not hasattr(p.grad, "is_seen") else 7.0
+        p.grad.is_seen = True  # type: ignore[attr-defined]
+        p.sub_(p.grad, alpha=rate)
+        p.sub_(fresh.squeeze_(0), alpha=0.01)
+        return 0.0
+
+
+def test_a_step_does_not_see_what_the_previous_step_computed() -> None:
+    model = Toy(torch.float64)
+    assert compared(Reshaping(model.parameters()), model, 5) <= 1e-12
+
+
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "Lion"])
 def test_ops_are_dispatched_in_the_first_steps_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step costs on the host: its ops on stand-ins are looked up, not run."""
@@ -428,6 +485,18 @@ def aliasing(view: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module], 
     return lambda m: kind(m.parameters())
 
 
+class Forgetful(Lion):
+    """Creates state in one step and removes it in another."""
+
+    def look(self, p: Tensor) -> float:
+        state = self.state[p]
+        if state["count"] % 3:
+            state["kept"] = p.mul(0.1)
+        else:
+            state.pop("kept")
+        return 0.0
+
+
 class Elsewhere(Lion):
     def look(self, p: Tensor) -> float:
         p.data = p.data.double()
@@ -459,6 +528,7 @@ class Foreign(Lion):
         (aliasing(lambda p, kept: kept), "keeps 'same' in the memory of 'exp_avg'\n  where: Aliasing"),
         (aliasing(lambda p, kept: kept.view(-1)), "keeps 'same' in the memory of 'exp_avg'"),
         (aliasing(lambda p, kept: p.detach()), "keeps 'same' in the memory of the parameter"),
+        (lambda m: Forgetful(m.parameters()), r"removes a state tensor .*\n.*\n.*state\['kept'\] of w"),
         (lambda m: Elsewhere(m.parameters()), r"assigns other data to a tensor.*\n  where: .*in look"),
         (lambda m: Foreign(m.parameters()), r"not a parameter, gradient or state of its own\n  where: .*in look"),
         (

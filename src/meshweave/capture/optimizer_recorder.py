@@ -24,7 +24,7 @@ from meshweave.interop import pytree
 from meshweave.interop.fake import DispatchMode
 from meshweave.interop.ops import arguments_of, operator_name, returns_of
 from meshweave.interop.storages import storage_key
-from meshweave.ir.traits import is_random
+from meshweave.ir.traits import changes_form, is_random
 
 aten = torch.ops.aten
 
@@ -88,6 +88,7 @@ class OptimizerRecorder(DispatchMode):
         self._results: list[Any] = []  # of each call
         self._forms: dict[int, _Form] = {}  # by op, the call that is this op alone
         self._kept_results: list[Tensor] = []
+        self.changes_forms = False  # whether an op has changed the shape of a stand-in
 
     def know(self, tensor: Tensor) -> int:
         """The number of a tensor, a new number for a new tensor."""
@@ -113,6 +114,13 @@ class OptimizerRecorder(DispatchMode):
         """Pairs of outputs, by slot (of a parameter: ""), that share memory when the run ends."""
         memory = {key[2]: storage_key(self._alive[i]) for key, i in self.record.outputs.items() if key[0] != "grad"}
         return [(a, b) for a, b in combinations(memory, 2) if memory[a] == memory[b]]
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the tensors that this run computed, and the gradient, are as ops returned them: of the same shape,
+        and without attributes."""
+        lasting = {i for key, i in self.record.inputs.items() if key[0] != "grad"}
+        return not self.changes_forms and not any(vars(x) for i, x in enumerate(self._alive) if i not in lasting)
 
     @property
     def is_repeated(self) -> bool:
@@ -214,6 +222,7 @@ class OptimizerRecorder(DispatchMode):
             self._refs[id(result)] = self._refs[id(args[0])]
             self._kept_results.append(result)
             return result
+        self.changes_forms |= changes_form(func)
         if is_random(func):
             raise untraceable(
                 "the optimizer draws random numbers", str(func), "draw them in the model, where they are captured"

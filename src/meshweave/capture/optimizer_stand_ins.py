@@ -77,7 +77,7 @@ class StandIns:
     def take_options(self) -> None:
         """Copy the present options of every group, and the user's attributes on parameters and on the optimizer."""
         for name, p in self._own.items():
-            self.params[name].__dict__.update(vars(p))
+            _replace(self.params[name].__dict__, vars(p))
         for i, (part, stand_in, noted) in enumerate(zip(parts_of(self.source), self._copies, self._noted, strict=True)):
             attributes, taken = attributes_of(part), self._taken[i]
             if taken is not None and taken.is_current(attributes):
@@ -88,9 +88,12 @@ class StandIns:
                     continue  # an attribute that refers to parameters stays bound to the stand-ins
                 if name not in noted or difference(noted[name], form) is not None:
                     stand_in.__dict__[name], noted[name] = _deep(part, attributes[name], dict(self._memo)), form
+            for name in noted.keys() - attributes.keys():  # deleted by the user
+                del stand_in.__dict__[name], noted[name]
         for own, group in zip(self._all_groups, self.source.param_groups, strict=True):
             options = {k: v if type(v) in ATOMS else copy.deepcopy(v) for k, v in group.items() if k != "params"}
-            own.update(options | {k: False for k in _IMPLEMENTATIONS if k in group})
+            options |= {"params": own["params"], **{k: False for k in _IMPLEMENTATIONS if k in group}}
+            _replace(own, options)
         self.shared.note()
 
     @property
@@ -149,7 +152,11 @@ class StandIns:
         if pairs := recorder.shared_memory():
             raise _shares_memory(name_of(self.source), *sorted(pairs[0], reverse=True))
         path = path.again(recorder.record) if path and recorder.is_repeated else prepared(recorder.record)
-        self._runs[key] = recorder, path
+        if recorder.is_reusable:
+            self._runs[key] = recorder, path
+        else:
+            self._runs.pop(key, None)
+            self._tensors.clear()
         recorder.before = None
         return path, left
 
@@ -235,7 +242,14 @@ class StandIns:
             own.param_groups[:] = [group for group in groups if group["params"]]
             first += len(groups)
         for name in names:
-            self.params[name].grad = self.grads[name]
+            self.params[name].grad = self._grad(name)
+
+    def _grad(self, name: str) -> Tensor:
+        """The stand-in of a gradient: a new one if a step has changed its shape or noted something on it."""
+        grad, param = self.grads[name], self.params[name]
+        if vars(grad) or (grad.shape, grad.stride()) != (param.shape, param.stride()):
+            grad = self.grads[name] = torch.empty_like(param, requires_grad=False)
+        return grad
 
 
 class _Attributes:
@@ -249,6 +263,12 @@ class _Attributes:
         values = self._values
         is_same = attributes.keys() == values.keys() and all(attributes[k] is v for k, v in values.items())
         return is_same and not self._contents.tensors and self._contents.is_current()
+
+
+def _replace(entries: dict[str, Any], others: Mapping[str, Any]) -> None:
+    """Give a dict the entries of another."""
+    entries.clear()
+    entries.update(others)
 
 
 def _own(value: Any) -> Any:

@@ -214,7 +214,16 @@ def _kind(stand_ins: StandIns, name: str, state: Mapping[str, Any]) -> UpdateKin
     else:
         variants[signature_of(paths)] = paths
     for _ in range(_AHEAD - len(variants)):
-        paths, kept = stand_ins.step(name, kept)
+        before = kept
+        paths, kept = stand_ins.step(name, before)
+        if removed := sorted(before.tensors.keys() - kept.tensors.keys()):
+            raise CaptureError(
+                "the optimizer removes a state tensor that an earlier step created",
+                where=name_of(stand_ins.source),
+                got=f"step() without state['{removed[0]}'] of {name}",
+                expected="state tensors that stay once they are there",
+                hint="keep the tensor, and beside it a number that says whether it counts",
+            )
         variants.setdefault(signature_of(paths), paths)
     param = stand_ins.params[name]
     shape = Spec(tuple(param.shape), param.dtype)
