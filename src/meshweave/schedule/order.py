@@ -79,14 +79,23 @@ def _orders(reading: Reading, options: OrderOptions) -> list[list[int]]:
     problem = reading.problem
     number: dict[str, int] = {name: i for i, name in enumerate(problem.names)}
     number |= {wait.name: ~c for c, waits in reading.waits.items() for wait in waits[:1]}
-    later = {wait.name for waits in reading.waits.values() for wait in waits[1:]}
-    free = {node.name for node in reading.graph.nodes} - set(number) | later
+    known = {node.name for node in reading.graph.nodes}.union(number)
     orders = []
     for k, names in enumerate(options.orders):
-        if strange := [name for name in names if name not in number and name not in free]:
-            raise MeshweaveError(f"order {k} has a name that is not in the graph", got=strange[0])
+        if strange := [name for name in names if name not in known]:
+            raise MeshweaveError(
+                f"order {k} has a name that is not in the graph",
+                got=strange[0],
+                expected="names of the graph's nodes",
+                hint="take them from the graph that the pass gets: [node.name for node in graph.nodes]",
+            )
         order = with_waits(problem, [number[name] for name in names if name in number])
         if wrong := problem.check(order):
-            raise MeshweaveError(f"order {k} is not an order of the graph", got=wrong)
+            raise MeshweaveError(
+                f"order {k} is not an order of the graph",
+                got=wrong,
+                expected="every op once, after all that it needs",
+                hint="begin with the names in the graph's own order, and move those that may move",
+            )
         orders.append(order)
     return orders
