@@ -20,8 +20,9 @@ class DecomposeOptions:
         parts (not for an all-to-all). None: unchanged. num_chunks: the numbers of parts that "pipelined" tries.
         accumulate: the dtype in which sums are accumulated; None: float32 for half precision, else that of the operand.
         sums: whether a matmul that sums over the gathered dim may become a sum of products. share: whether equal
-        gathers of a phase are merged first. most_devices: the largest group; the graph grows with it. margin: the share
-        of the former time that has to be gained, by decomposition at all and by more steps.
+        gathers of activations in a phase are merged first (in meshweave's own programs; other graphs do not tell
+        parameters from activations). most_devices: the largest group; the graph grows with it. margin: the share of the
+        former time that has to be gained, by decomposition at all and by more steps.
     """
 
     when: Literal["gain", "always"] = "gain"
