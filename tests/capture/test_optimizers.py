@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -380,6 +381,92 @@ def test_what_the_user_deletes_counts_no_longer(place: str) -> None:
         ours.step()
         optimizer.step()
         assert ours.error(optimizer) <= 1e-12
+
+
+class Watch:
+    """An object that refers to the optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def rate(self) -> float:
+        rate: float = self.optimizer.param_groups[0]["lr"] * 0.7
+        return rate
+
+
+class Referring(torch.optim.Optimizer):
+    """Takes its rate from an attribute `kept`, as `read` says."""
+
+    def __init__(self, params: Any, build: Callable[[Any], Any], read: Callable[[Any], float]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kept, self.read = build(self), read
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=self.read(self.kept))
+
+
+def _tensor(_: Any) -> Tensor:
+    return torch.tensor(0.1)
+
+
+def _set_group(kept: Any, rate: float) -> None:
+    kept["lr"] = rate
+
+
+# How the attribute is built, how the rate is read, how the user changes it between steps.
+REFERENCES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], float], Callable[[Any, float], Any]]] = {
+    "a tensor": (_tensor, lambda x: x.item(), lambda x, v: x.fill_(v)),
+    "a tensor by data": (_tensor, lambda x: x.item(), lambda x, v: x.data.fill_(v)),
+    "a tensor by numpy": (_tensor, lambda x: x.item(), lambda x, v: x.numpy().__setitem__(..., v)),
+    "bytes": (lambda _: bytearray(b"\x0a"), lambda x: x[0] / 100, lambda x, v: x.__setitem__(0, int(v * 100))),
+    "an array": (lambda _: array("d", [0.1]), lambda x: x[0], lambda x, v: x.__setitem__(0, v)),
+    "with parameters": (
+        lambda o: {"of": list(o.param_groups[0]["params"]), "rate": 0.1},
+        lambda x: x["rate"],
+        lambda x, v: x.update(rate=v),
+    ),
+    "a schedule": (
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 0.5**k),
+        lambda x: x.get_last_lr()[0],
+        lambda x, v: x.step(),
+    ),
+    "a group": (lambda o: o.param_groups[0], lambda x: x["lr"] * 0.5, _set_group),
+    "itself": (lambda o: o, lambda x: x.param_groups[0]["lr"], lambda x, v: _set_group(x.param_groups[0], v)),
+    "an object": (Watch, lambda x: x.rate, lambda x, v: _set_group(x.optimizer.param_groups[0], v)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+@pytest.mark.parametrize("kind", list(REFERENCES))
+def test_whatever_an_attribute_refers_to_is_read_at_every_step(kind: str) -> None:
+    model, (build, read, write) = Toy(torch.float64), REFERENCES[kind]
+    optimizer = Referring(model.parameters(), build, read)
+    ours = Ours(model, optimizer)
+    for step in range(5):
+        if step != 2:
+            write(optimizer.kept, 0.1 + 0.05 * step)
+        if step == 3 and kind != "a group":  # other dicts for the same groups
+            optimizer.load_state_dict(optimizer.state_dict())
+        set_grads(model, step)
+        ours.step()
+        optimizer.step()
+        assert ours.error(optimizer) <= 1e-12
+
+
+def test_a_list_with_other_parameters_is_another_update() -> None:
+    """Until then both had the same numbers, which ran for the first of them only."""
+    model = Toy(torch.float64)
+    optimizer = Referring([model.w, model.v], lambda o: list(o.param_groups[0]["params"]), len)
+    ours = Ours(model, optimizer)
+    set_grads(model, 0)
+    ours.step()
+    optimizer.kept.pop()
+    for _ in range(2):
+        with pytest.raises(StepError, match="refers to other parameters than when the step was compiled"):
+            ours.step()
 
 
 class Reshaping(Lion):

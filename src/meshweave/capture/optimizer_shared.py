@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshweave.capture.optimizer_attributes import attributes_of, own_containers
 from meshweave.capture.optimizer_several import name_of
 from meshweave.capture.rest import Form, TensorVersion, difference, form_of
 from meshweave.capture.variables import ATOMS
@@ -40,6 +41,7 @@ class SharedValues:
         memo: Mapping[int, Any],
     ) -> None:
         self._sources, self._copies, self._groups, self._memo = sources, copies, groups, memo
+        self._own = {i for own in copies for i in own_containers(own)}.union(map(id, groups))
         self._outside = _names_outside(sources)
         self._is_watched = any(map(_own_classes, sources))
         self._stand_ins = {id(stand_in) for stand_in in memo.values()}
@@ -65,7 +67,7 @@ class SharedValues:
         # the values of parameters are not the container's
         return tuple(
             (at, "" if isinstance(x, TensorVersion) and id(x.tensor) in self._stand_ins else x)
-            for at, x in form_of(value)
+            for at, x in form_of(value, skip=self._own)
         )
 
     def _marks_outside(self) -> dict[str, str]:
@@ -124,11 +126,6 @@ class SharedValues:
 def _own_classes(optimizer: torch.optim.Optimizer) -> list[type]:
     """The classes of an optimizer that are not torch's, whose optimizers change no number of a group or attribute."""
     return [c for c in type(optimizer).__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
-
-
-def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer except its groups and their state."""
-    return {k: v for k, v in vars(optimizer).items() if k not in ("state", "step", "param_groups")}
 
 
 def merged(changes: Iterable[Mapping[Place, Any]], name: str) -> dict[Place, Any]:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshweave.capture.optimizer_attributes import OptimizerAttributes, copied
 from meshweave.capture.optimizer_numbers import DataNumber, line_of
 from meshweave.capture.optimizer_record import Key, Prepared, every_path, prepared
 from meshweave.capture.optimizer_recorder import OptimizerRecorder
 from meshweave.capture.optimizer_several import name_of, parts_of
-from meshweave.capture.optimizer_shared import Place, SharedValues, attributes_of
-from meshweave.capture.rest import alike, difference, forms_of, tensors_in
-from meshweave.capture.snapshot import Snapshot
+from meshweave.capture.optimizer_shared import Place, SharedValues
+from meshweave.capture.rest import alike, forms_of
 from meshweave.capture.variables import ATOMS
 from meshweave.errors import CaptureError, MeshweaveError, PlanError
 from meshweave.interop.optimizer import make_state
@@ -61,13 +61,16 @@ class StandIns:
                 stand_in.__dict__.update(vars(p))
                 memo[id(p)] = self.params[names[id(p)]] = stand_in
                 self.group_of[names[id(p)]] = index
+        memo_of_params = tuple(memo)
         state: defaultdict[Any, Any] = defaultdict(dict)
         self.state = state
         memo |= {id(part.state): state for part in parts_of(optimizer)}
         self._memo = dict(memo)
         self._copies = [_copied(part, memo, state) for part in parts_of(optimizer)]
-        self._noted = [forms_of(attributes_of(part)) for part in parts_of(optimizer)]
-        self._taken: list[_Attributes | None] = [None] * len(self._copies)
+        self._attributes = [
+            OptimizerAttributes(part, own, memo_of_params)
+            for part, own in zip(parts_of(optimizer), self._copies, strict=True)
+        ]
         self._groups = [list(own.param_groups) for own in self._copies]
         self.shared = SharedValues(parts_of(optimizer), self._copies, self._all_groups, self._memo)
         self.grads = {name: torch.empty_like(p, requires_grad=False) for name, p in self.params.items()}
@@ -78,27 +81,30 @@ class StandIns:
         """Copy the present options of every group, and the user's attributes on parameters and on the optimizer."""
         for name, p in self._own.items():
             _replace(self.params[name].__dict__, vars(p))
-        for i, (part, stand_in, noted) in enumerate(zip(parts_of(self.source), self._copies, self._noted, strict=True)):
-            attributes, taken = attributes_of(part), self._taken[i]
-            if taken is not None and taken.is_current(attributes):
-                continue
-            self._taken[i] = _Attributes(attributes)
-            for name, form in forms_of(attributes).items():
-                if any(id(tensor) in self._memo for tensor in tensors_in(form)):
-                    continue  # an attribute that refers to parameters stays bound to the stand-ins
-                if name not in noted or difference(noted[name], form) is not None:
-                    stand_in.__dict__[name], noted[name] = _deep(part, attributes[name], dict(self._memo)), form
-            for name in noted.keys() - attributes.keys():  # deleted by the user
-                del stand_in.__dict__[name], noted[name]
+        for attributes in self._attributes:
+            attributes.take(self._memo_now())
         for own, group in zip(self._all_groups, self.source.param_groups, strict=True):
             options = {k: v if type(v) in ATOMS else copy.deepcopy(v) for k, v in group.items() if k != "params"}
             options |= {"params": own["params"], **{k: False for k in _IMPLEMENTATIONS if k in group}}
             _replace(own, options)
         self.shared.note()
 
+    def _memo_now(self) -> dict[int, Any]:
+        """The stand-ins of the user's objects, by id, for copies of attributes that refer to them."""
+        memo: dict[int, Any] = {id(p): self.params[name] for name, p in self._own.items()}
+        for part, own, groups in zip(parts_of(self.source), self._copies, self._groups, strict=True):
+            memo |= {id(part): own, id(part.state): self.state, id(part.param_groups): own.param_groups}
+            memo |= {id(group): own_group for group, own_group in zip(part.param_groups, groups, strict=True)}
+        return memo
+
     @property
     def _all_groups(self) -> list[dict[str, Any]]:
         return [group for each in self._groups for group in each]
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether an attribute of the optimizer has come to refer to other parameters than when they were read."""
+        return any(attributes.has_moved for attributes in self._attributes)
 
     def have_other_notes(self, names: Sequence[str]) -> bool:
         """Whether user attributes on some parameters are neither as at first nor the same on all of them."""
@@ -252,19 +258,6 @@ class StandIns:
         return grad
 
 
-class _Attributes:
-    """The attributes of an optimizer when they were copied."""
-
-    def __init__(self, attributes: Mapping[str, Any]) -> None:
-        self._values, self._contents = dict(attributes), Snapshot.of(attributes)
-
-    def is_current(self, attributes: Mapping[str, Any]) -> bool:
-        """Whether nothing has changed. Tensors may have been written."""
-        values = self._values
-        is_same = attributes.keys() == values.keys() and all(attributes[k] is v for k, v in values.items())
-        return is_same and not self._contents.tensors and self._contents.is_current()
-
-
 def _replace(entries: dict[str, Any], others: Mapping[str, Any]) -> None:
     """Give a dict the entries of another."""
     entries.clear()
@@ -279,21 +272,9 @@ def _own(value: Any) -> Any:
 def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any], state: Any) -> torch.optim.Optimizer:
     """A copy of an optimizer, with all its attributes and its own state."""
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step")}
-    own = object.__new__(type(optimizer))
-    own.__dict__.update(_deep(optimizer, attributes, memo), state=state)
+    own = memo[id(optimizer)] = object.__new__(type(optimizer))
+    own.__dict__.update(copied(optimizer, attributes, memo), state=state)
     return own
-
-
-def _deep(optimizer: torch.optim.Optimizer, value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception as error:
-        raise CaptureError(
-            "the optimizer cannot be copied, to trace its step without data",
-            where=type(optimizer).__name__,
-            got=f"{type(error).__name__}: {error}",
-            hint="keep in the optimizer's attributes only objects that copy.deepcopy can copy",
-        ) from error
 
 
 def _shares_memory(optimizer: str, slot: str, other: str) -> CaptureError:

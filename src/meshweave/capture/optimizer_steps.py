@@ -67,6 +67,14 @@ class StepNumbers:
         fills: dict[tuple[str, str], complex] = {}
         self._after, shared = {}, list[Mapping[Place, Any]]()
         self._stand_ins.take_options()
+        if self._stand_ins.has_moved:
+            raise OutdatedUpdate(
+                "an attribute of the optimizer refers to other parameters than when the step was compiled",
+                where=self.spec.name,
+                got="a list, a dict or an object with other parameters in it",
+                expected="the same parameters in the same places",
+                hint="step.save(path), compile again with it, step.load(path)",
+            )
         for k, members in self._members.items():
             kind = self.spec.kinds[k]
             if self._stand_ins.have_other_notes(members):

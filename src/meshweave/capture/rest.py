@@ -3,7 +3,7 @@ says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -22,10 +22,11 @@ def forms_of(rest: Mapping[str, Any]) -> dict[str, Form]:
     return {name: form_of(value, name) for name, value in rest.items()}
 
 
-def form_of(value: Any, name: str = "") -> Form:
+def form_of(value: Any, name: str = "", skip: Collection[int] = ()) -> Form:
+    """The form of a value, without the contents of the containers whose ids are in `skip`."""
     if type(value) in ATOMS:
         return ((name, value),)
-    snapshot = Snapshot.of({name: value})
+    snapshot = Snapshot.of({name: value}, skip)
     places = [(place, _leaf(leaf)) for place, leaf in snapshot.leaves()]
     places += [(f"the keys of {place}", keys) for place, keys in snapshot.orders()]
     return ((name, _leaf(value)), *sorted(places, key=lambda pair: pair[0]))
@@ -49,10 +50,6 @@ class TensorVersion:
         return isinstance(other, TensorVersion) and self.tensor is other.tensor and self.version == other.version
 
     __hash__ = object.__hash__
-
-
-def tensors_in(form: Form) -> list[Tensor]:
-    return [leaf.tensor for _, leaf in form if isinstance(leaf, TensorVersion)]
 
 
 def alike(before: Mapping[str, Form], now: Mapping[str, Form]) -> bool:

@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -70,9 +70,10 @@ class Snapshot:
     long: list[Length] = field(default_factory=list)
 
     @staticmethod
-    def of(roots: Mapping[str, Any]) -> Snapshot:
-        """The snapshot of everything that the roots (a model, a loss, a function) reach."""
-        return _Walk().run(roots)
+    def of(roots: Mapping[str, Any], skip: Collection[int] = ()) -> Snapshot:
+        """The snapshot of everything that the roots (a model, a loss, a function) reach, but through objects whose ids
+        are in `skip`."""
+        return _Walk(skip).run(roots)
 
     def is_current(self) -> bool:
         """Whether every value is the same object. A number that was computed anew is not."""
@@ -161,9 +162,9 @@ class Snapshot:
 class _Walk:
     """Visits every container once, starting from the roots."""
 
-    def __init__(self) -> None:
+    def __init__(self, skip: Collection[int]) -> None:
         self.snapshot = Snapshot()
-        self.seen: set[int] = set()
+        self.seen = set(skip)
         self.stack: list[tuple[Any, int, Any]] = []
 
     def run(self, roots: Mapping[str, Any]) -> Snapshot:
