@@ -456,6 +456,27 @@ def test_whatever_an_attribute_refers_to_is_read_at_every_step(kind: str) -> Non
         assert ours.error(optimizer) <= 1e-12
 
 
+def test_an_option_may_refer_to_a_parameter() -> None:
+    model = Toy(torch.float64)
+    optimizer = Preferring(model.parameters())
+    optimizer.param_groups[0]["first"] = [model.v]
+    assert compared(optimizer, model, 3) <= 1e-12
+
+
+class Preferring(torch.optim.Optimizer):
+    """Has another rate for the parameters that an option of the group lists."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "first": []})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                is_first = any(p is other for other in group["first"])
+                p.sub_(p.grad, alpha=group["lr"] * (0.5 if is_first else 1.0))
+
+
 def test_a_list_with_other_parameters_is_another_update() -> None:
     """Until then both had the same numbers, which ran for the first of them only."""
     model = Toy(torch.float64)

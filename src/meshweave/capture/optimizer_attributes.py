@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -54,9 +54,9 @@ class OptimizerAttributes:
             for at, x in form_of(value, skip=own)
         )
 
-    def take(self, memo: Mapping[int, Any]) -> None:
-        """Copy to the stand-in what the user has changed, and delete what is gone. `memo` maps ids of objects to their
-        stand-ins, as in `copy.deepcopy`."""
+    def take(self, memo: Callable[[], dict[int, Any]]) -> None:
+        """Copy to the stand-in what the user has changed, and delete what is gone. `memo()` maps ids of objects to
+        their stand-ins, as in `copy.deepcopy`."""
         attributes = attributes_of(self._source)
         if self._is_current(attributes):
             return
@@ -65,7 +65,7 @@ class OptimizerAttributes:
         for name, form in self._forms.items():
             if name not in before or not _is_visible(form) or difference(before[name], form) is not None:
                 self.has_moved |= _parameters_in(form) != _parameters_in(before.get(name, ()))
-                vars(self._stand_in)[name] = copied(self._source, attributes[name], dict(memo))
+                vars(self._stand_in)[name] = copied(self._source, attributes[name], memo())
         for name in before.keys() - attributes.keys():
             self.has_moved |= bool(_parameters_in(before[name]))
             vars(self._stand_in).pop(name, None)

@@ -82,12 +82,17 @@ class StandIns:
         for name, p in self._own.items():
             _replace(self.params[name].__dict__, vars(p))
         for attributes in self._attributes:
-            attributes.take(self._memo_now())
+            attributes.take(self._memo_now)
         for own, group in zip(self._all_groups, self.source.param_groups, strict=True):
-            options = {k: v if type(v) in ATOMS else copy.deepcopy(v) for k, v in group.items() if k != "params"}
+            options = {k: self._option(v) for k, v in group.items() if k not in ("params", *_IMPLEMENTATIONS)}
             options |= {"params": own["params"], **{k: False for k in _IMPLEMENTATIONS if k in group}}
             _replace(own, options)
         self.shared.note()
+
+    def _option(self, value: Any) -> Any:
+        """The value of a group's option for the stand-ins: a copy, unless it cannot change."""
+        parts = value if type(value) is tuple else (value,)
+        return value if all(type(v) in ATOMS for v in parts) else copied(self.source, value, self._memo_now())
 
     def _memo_now(self) -> dict[int, Any]:
         """The stand-ins of the user's objects, by id, for copies of attributes that refer to them."""
