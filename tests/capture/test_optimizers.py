@@ -448,7 +448,7 @@ def test_whatever_an_attribute_refers_to_is_read_at_every_step(kind: str) -> Non
     for step in range(5):
         if step != 2:
             write(optimizer.kept, 0.1 + 0.05 * step)
-        if step == 3 and kind != "a group":  # other dicts for the same groups
+        if step == 3:  # other dicts for the same groups
             optimizer.load_state_dict(optimizer.state_dict())
         set_grads(model, step)
         ours.step()
@@ -477,16 +477,46 @@ class Preferring(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] * (0.5 if is_first else 1.0))
 
 
-def test_a_list_with_other_parameters_is_another_update() -> None:
-    """Until then both had the same numbers, which ran for the first of them only."""
+class Telling(torch.optim.Optimizer):
+    """Tells parameters apart, by what its attributes are."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "rates": [1.0] * 3})
+        first = self.param_groups[0]["params"]
+        self.listed, self.by_param, self.first, self.other = list(first), dict.fromkeys(first, 1.0), first[0], 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p, rate in zip(group["params"], group["rates"], strict=False):
+                rate *= self.by_param[p] * (1.0 if any(p is x for x in self.listed) else 0.5)
+                p.sub_(p.grad, alpha=group["lr"] * rate * (1.0 if p is self.first else self.other))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a list of parameters": lambda o: o.listed.pop(),
+    "a value by parameter": lambda o: o.by_param.update({o.first: 0.5}),
+    "a number beside a parameter": lambda o: vars(o).update(other=0.5),
+    "another parameter": lambda o: vars(o).update(first=o.listed[1], other=0.5),
+    "values in the order of parameters": lambda o: o.param_groups[0].update(rates=[1.0, 0.5, 1.0]),
+}
+
+
+@pytest.mark.parametrize("kind", list(CHANGES))
+def test_parameters_that_become_different_are_another_update(kind: str) -> None:
+    """Until then they had the same numbers, which ran for the first of them only."""
     model = Toy(torch.float64)
-    optimizer = Referring([model.w, model.v], lambda o: list(o.param_groups[0]["params"]), len)
+    optimizer = Telling([model.w, model.v, model.b])
     ours = Ours(model, optimizer)
-    set_grads(model, 0)
-    ours.step()
-    optimizer.kept.pop()
+    for step in range(2):
+        set_grads(model, step)
+        optimizer.param_groups[0]["lr"] *= 0.5
+        ours.step()
+        optimizer.step()
+        assert ours.error(optimizer) <= 1e-12
+    CHANGES[kind](optimizer)
     for _ in range(2):
-        with pytest.raises(StepError, match="refers to other parameters than when the step was compiled"):
+        with pytest.raises(StepError, match="in different ways that it updated alike when the step was compiled"):
             ours.step()
 
 

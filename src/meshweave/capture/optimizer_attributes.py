@@ -1,15 +1,16 @@
-"""The attributes of a user's optimizer, on the copy whose `step()` runs on stand-ins."""
+"""The attributes and options of a user's optimizer, for the copy whose `step()` runs on stand-ins."""
 
 from __future__ import annotations
 
 import copy
 import types
 from collections.abc import Callable, Collection, Mapping
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshweave.capture.rest import Form, TensorVersion, difference, form_of
 from meshweave.capture.snapshot import Snapshot
@@ -34,52 +35,75 @@ def own_containers(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(optimizer), id(optimizer.state), id(groups), *map(id, groups)}
 
 
-class OptimizerAttributes:
-    """The attributes of the optimizer `source`, of which `stand_in` is a copy. `params`: the ids of all parameters."""
+class Followed:
+    """Values of the user's optimizer, by name, of which the optimizer that runs on stand-ins has copies: attributes, or
+    the options of a group.
 
-    def __init__(self, source: torch.optim.Optimizer, stand_in: torch.optim.Optimizer, params: Collection[int]) -> None:
-        self._source, self._stand_in, self._params = source, stand_in, frozenset(params)
-        self.has_moved = False  # whether an attribute has come to refer to other parameters
-        self._note(attributes_of(source))
+    `copies` has the copies of `values`; `params` are the ids of all parameters, `own` those of the optimizer's own
+    containers, to which values may refer. `distinguishes` says whether a value may tell parameters apart.
+    """
 
-    def _note(self, attributes: Mapping[str, Any]) -> None:
-        own = own_containers(self._source)
-        self._values, self._contents = dict(attributes), Snapshot.of(attributes, own)
-        self._forms = {name: self._form(value, own) for name, value in attributes.items()}
+    def __init__(
+        self, values: Mapping[str, Any], copies: dict[str, Any], params: Collection[int], own: Collection[int]
+    ) -> None:
+        self._copies, self._params = copies, frozenset(params)
+        self._note(values, own)
+
+    def _note(self, values: Mapping[str, Any], own: Collection[int]) -> None:
+        self._values, self._contents = dict(values), Snapshot.of(values, own)
+        self._forms = {name: self._form(value, own) for name, value in values.items()}
+        self._is_visible = all(map(_is_visible, self._forms.values()))
+        self.distinguishes = any(map(self._distinguishes, self._forms.values()))
 
     def _form(self, value: Any, own: Collection[int]) -> Form:
-        """The form of an attribute, in which parameters count as objects: every step writes to their values."""
+        """The form of a value, in which parameters count as objects: every step writes to their values."""
         return tuple(
-            (at, (_PARAMETER, id(x.tensor)) if isinstance(x, TensorVersion) and id(x.tensor) in self._params else x)
+            (at, (_PARAMETER, x.tensor) if isinstance(x, TensorVersion) and id(x.tensor) in self._params else x)
             for at, x in form_of(value, skip=own)
         )
 
-    def take(self, memo: Callable[[], dict[int, Any]]) -> None:
-        """Copy to the stand-in what the user has changed, and delete what is gone. `memo()` maps ids of objects to
-        their stand-ins, as in `copy.deepcopy`."""
-        attributes = attributes_of(self._source)
-        if self._is_current(attributes):
-            return
-        before = self._forms
-        self._note(attributes)
+    def _distinguishes(self, form: Form) -> bool:
+        """Whether a value refers to parameters, also by the keys of a dict, or to what cannot be seen into."""
+        leaves = [leaf for _, leaf in form if not isinstance(leaf, TensorVersion)]
+        refers = any(id(x) in self._params for leaf in leaves if isinstance(leaf, tuple) for x in leaf)
+        return refers or not all(isinstance(leaf, _VISIBLE) for leaf in leaves)
+
+    def take(self, values: Mapping[str, Any], own: Collection[int], memo: Callable[[], dict[int, Any]]) -> Change:
+        """Copy what the user has changed, and delete what is gone. `memo()` maps ids of objects to their stand-ins, as
+        in `copy.deepcopy`."""
+        if self._is_current(values):
+            return Change.NONE
+        before, change = self._forms, Change.NONE
+        self._note(values, own)
         for name, form in self._forms.items():
             if name not in before or not _is_visible(form) or difference(before[name], form) is not None:
-                self.has_moved |= _parameters_in(form) != _parameters_in(before.get(name, ()))
-                vars(self._stand_in)[name] = copied(self._source, attributes[name], memo())
-        for name in before.keys() - attributes.keys():
-            self.has_moved |= bool(_parameters_in(before[name]))
-            vars(self._stand_in).pop(name, None)
+                value = values[name]
+                self._copies[name] = value if _is_plain(value) else copied(name, value, memo())
+                is_number = _is_plain(value) or (isinstance(value, Tensor) and value.numel() == 1)
+                change = max(change, Change.NUMBER if is_number else Change.ANY)
+        for name in before.keys() - values.keys():
+            self._copies.pop(name, None)
+            change = Change.ANY
+        return change
 
-    def _is_current(self, attributes: Mapping[str, Any]) -> bool:
+    def _is_current(self, values: Mapping[str, Any]) -> bool:
         """Whether nothing can have changed."""
-        values = self._values
-        is_same = attributes.keys() == values.keys() and all(attributes[k] is v for k, v in values.items())
-        return is_same and self._contents.is_current() and all(map(_is_visible, self._forms.values()))
+        before = self._values
+        is_same = values.keys() == before.keys() and all(values[k] is v for k, v in before.items())
+        return is_same and self._is_visible and self._contents.is_current()
 
 
-def _parameters_in(form: Form) -> list[tuple[str, Any]]:
-    """Where a value refers to which parameters."""
-    return [(at, leaf) for at, leaf in form if isinstance(leaf, tuple) and leaf[:1] == (_PARAMETER,)]
+class Change(IntEnum):
+    """What the user has changed: nothing, numbers and texts only, or containers, which may tell parameters apart."""
+
+    NONE = 0
+    NUMBER = 1
+    ANY = 2
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or a tuple of them (`betas`)."""
+    return all(type(x) in ATOMS for x in (value if type(value) is tuple else (value,)))
 
 
 def _is_visible(form: Form) -> bool:
@@ -87,14 +111,14 @@ def _is_visible(form: Form) -> bool:
     return all(isinstance(leaf, _VISIBLE) for _, leaf in form)
 
 
-def copied(optimizer: torch.optim.Optimizer, value: Any, memo: dict[int, Any]) -> Any:
+def copied(where: str, value: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of a value of an optimizer. CaptureError if it cannot be copied."""
     try:
         return copy.deepcopy(value, memo)
     except Exception as error:
         raise CaptureError(
             "the optimizer cannot be copied, to trace its step without data",
-            where=type(optimizer).__name__,
+            where=where,
             got=f"{type(error).__name__}: {error}",
-            hint="keep in the optimizer's attributes only objects that copy.deepcopy can copy",
+            hint="keep in its attributes and options only objects that copy.deepcopy can copy",
         ) from error

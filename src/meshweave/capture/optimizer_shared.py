@@ -43,7 +43,7 @@ class SharedValues:
         self._sources, self._copies, self._groups, self._memo = sources, copies, groups, memo
         self._own = {i for own in copies for i in own_containers(own)}.union(map(id, groups))
         self._outside = _names_outside(sources)
-        self._is_watched = any(map(_own_classes, sources))
+        self._is_watched = any(map(own_classes, sources))
         self._stand_ins = {id(stand_in) for stand_in in memo.values()}
         self.note()
 
@@ -123,8 +123,9 @@ class SharedValues:
         return CaptureError(f"the optimizer's step() {what}", where=where, got=got, hint=_HINT)
 
 
-def _own_classes(optimizer: torch.optim.Optimizer) -> list[type]:
-    """The classes of an optimizer that are not torch's, whose optimizers change no number of a group or attribute."""
+def own_classes(optimizer: torch.optim.Optimizer) -> list[type]:
+    """The classes of an optimizer that are not torch's: torch's change no number of a group or attribute, and do not
+    tell parameters apart by them."""
     return [c for c in type(optimizer).__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
 
 
@@ -145,7 +146,7 @@ def merged(changes: Iterable[Mapping[Place, Any]], name: str) -> dict[Place, Any
 
 def _names_outside(optimizers: Iterable[torch.optim.Optimizer]) -> list[tuple[str, Mapping[str, Any], str]]:
     """Class attributes, and globals that methods name, of users' own classes: as text, where they are, and the name."""
-    classes = {c for optimizer in optimizers for c in _own_classes(optimizer)}
+    classes = {c for optimizer in optimizers for c in own_classes(optimizer)}
     names = [
         (f"the class attribute {c.__qualname__}.{k}", vars(c), k) for c in classes for k in vars(c) if k[:2] != "__"
     ]

@@ -5,21 +5,20 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.optimizer_attributes import OptimizerAttributes, copied
+from meshweave.capture.optimizer_attributes import Change, Followed, attributes_of, copied, own_containers
 from meshweave.capture.optimizer_numbers import DataNumber, line_of
 from meshweave.capture.optimizer_record import Key, Prepared, every_path, prepared
 from meshweave.capture.optimizer_recorder import OptimizerRecorder
 from meshweave.capture.optimizer_several import name_of, parts_of
-from meshweave.capture.optimizer_shared import Place, SharedValues
+from meshweave.capture.optimizer_shared import Place, SharedValues, own_classes
 from meshweave.capture.rest import alike, forms_of
-from meshweave.capture.variables import ATOMS
 from meshweave.errors import CaptureError, MeshweaveError, PlanError
 from meshweave.interop.optimizer import make_state
 from meshweave.ir.graph import Spec
@@ -61,17 +60,19 @@ class StandIns:
                 stand_in.__dict__.update(vars(p))
                 memo[id(p)] = self.params[names[id(p)]] = stand_in
                 self.group_of[names[id(p)]] = index
-        memo_of_params = tuple(memo)
+        params = tuple(memo)
         state: defaultdict[Any, Any] = defaultdict(dict)
         self.state = state
         memo |= {id(part.state): state for part in parts_of(optimizer)}
         self._memo = dict(memo)
         self._copies = [_copied(part, memo, state) for part in parts_of(optimizer)]
-        self._attributes = [
-            OptimizerAttributes(part, own, memo_of_params)
-            for part, own in zip(parts_of(optimizer), self._copies, strict=True)
-        ]
         self._groups = [list(own.param_groups) for own in self._copies]
+        containers = self._containers()
+        copies = [*map(vars, self._copies), *self._all_groups]
+        self._followed = [
+            Followed(values, own, params, containers) for values, own in zip(self._values(), copies, strict=True)
+        ]
+        self.is_unverified = False
         self.shared = SharedValues(parts_of(optimizer), self._copies, self._all_groups, self._memo)
         self.grads = {name: torch.empty_like(p, requires_grad=False) for name, p in self.params.items()}
         self._tensors: dict[tuple[str, str], Tensor] = {}
@@ -81,18 +82,26 @@ class StandIns:
         """Copy the present options of every group, and the user's attributes on parameters and on the optimizer."""
         for name, p in self._own.items():
             _replace(self.params[name].__dict__, vars(p))
-        for attributes in self._attributes:
-            attributes.take(self._memo_now)
-        for own, group in zip(self._all_groups, self.source.param_groups, strict=True):
-            options = {k: self._option(v) for k, v in group.items() if k not in ("params", *_IMPLEMENTATIONS)}
-            options |= {"params": own["params"], **{k: False for k in _IMPLEMENTATIONS if k in group}}
-            _replace(own, options)
+        containers = self._containers()
+        changes = [
+            followed.take(values, containers, self._memo_now)
+            for followed, values in zip(self._followed, self._values(), strict=True)
+        ]
+        for own in self._all_groups:
+            own.update({k: False for k in _IMPLEMENTATIONS if k in own})
+        distinguishes = any(followed.distinguishes for followed in self._followed)
+        is_relevant = max(changes) > (Change.NONE if distinguishes else Change.NUMBER)
+        self.is_unverified |= is_relevant and any(map(own_classes, parts_of(self.source)))
         self.shared.note()
 
-    def _option(self, value: Any) -> Any:
-        """The value of a group's option for the stand-ins: a copy, unless it cannot change."""
-        parts = value if type(value) is tuple else (value,)
-        return value if all(type(v) in ATOMS for v in parts) else copied(self.source, value, self._memo_now())
+    def _values(self) -> list[dict[str, Any]]:
+        """The attributes of each of the user's optimizers, and the options of each group."""
+        groups = [group for part in parts_of(self.source) for group in part.param_groups]
+        options = [{k: v for k, v in group.items() if k not in ("params", *_IMPLEMENTATIONS)} for group in groups]
+        return [*map(attributes_of, parts_of(self.source)), *options]
+
+    def _containers(self) -> set[int]:
+        return {i for part in parts_of(self.source) for i in own_containers(part)}
 
     def _memo_now(self) -> dict[int, Any]:
         """The stand-ins of the user's objects, by id, for copies of attributes that refer to them."""
@@ -106,10 +115,12 @@ class StandIns:
     def _all_groups(self) -> list[dict[str, Any]]:
         return [group for each in self._groups for group in each]
 
-    @property
-    def has_moved(self) -> bool:
-        """Whether an attribute of the optimizer has come to refer to other parameters than when they were read."""
-        return any(attributes.has_moved for attributes in self._attributes)
+    def are_alike(self, kinds: Iterable[Sequence[str]]) -> bool:
+        """Whether a first step still does the same to all parameters of each kind, for whatever `take_options` has
+        copied; the next steps rely on it."""
+        runs, _ = self.runs_of(self.trained())
+        self.is_unverified = any(runs[name] != runs[names[0]] for names in kinds for name in names)
+        return not self.is_unverified
 
     def have_other_notes(self, names: Sequence[str]) -> bool:
         """Whether user attributes on some parameters are neither as at first nor the same on all of them."""
@@ -278,7 +289,7 @@ def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any], state: Any) 
     """A copy of an optimizer, with all its attributes and its own state."""
     attributes = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step")}
     own = memo[id(optimizer)] = object.__new__(type(optimizer))
-    own.__dict__.update(copied(optimizer, attributes, memo), state=state)
+    own.__dict__.update(copied(type(optimizer).__name__, attributes, memo), state=state)
     return own
 
 

@@ -67,12 +67,12 @@ class StepNumbers:
         fills: dict[tuple[str, str], complex] = {}
         self._after, shared = {}, list[Mapping[Place, Any]]()
         self._stand_ins.take_options()
-        if self._stand_ins.has_moved:
+        if self._stand_ins.is_unverified and not self._stand_ins.are_alike(self._members.values()):
             raise OutdatedUpdate(
-                "an attribute of the optimizer refers to other parameters than when the step was compiled",
+                "the optimizer updates parameters in different ways that it updated alike when the step was compiled",
                 where=self.spec.name,
-                got="a list, a dict or an object with other parameters in it",
-                expected="the same parameters in the same places",
+                got="other operations or numbers for some parameters of a group, because of an attribute or option",
+                expected="the same for all of them",
                 hint="step.save(path), compile again with it, step.load(path)",
             )
         for k, members in self._members.items():
