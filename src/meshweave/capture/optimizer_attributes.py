@@ -68,22 +68,22 @@ class Followed:
         refers = any(id(x) in self._params for leaf in leaves if isinstance(leaf, tuple) for x in leaf)
         return refers or not all(isinstance(leaf, _VISIBLE) for leaf in leaves)
 
-    def take(self, values: Mapping[str, Any], own: Collection[int], memo: Callable[[], dict[int, Any]]) -> Change:
+    def take(self, values: Mapping[str, Any], own: Collection[int], memo: Callable[[], dict[int, Any]]) -> ValueChange:
         """Copy what the user has changed, and delete what is gone. `memo()` maps ids of objects to their stand-ins, as
         in `copy.deepcopy`."""
         if self._is_current(values):
-            return Change.NONE
-        before, change = self._forms, Change.NONE
+            return ValueChange.NONE
+        before, change = self._forms, ValueChange.NONE
         self._note(values, own)
         for name, form in self._forms.items():
             if name not in before or not _is_visible(form) or difference(before[name], form) is not None:
                 value = values[name]
                 self._copies[name] = value if _is_plain(value) else copied(name, value, memo())
                 is_number = _is_plain(value) or (isinstance(value, Tensor) and value.numel() == 1)
-                change = max(change, Change.NUMBER if is_number else Change.ANY)
+                change = max(change, ValueChange.NUMBER if is_number else ValueChange.ANY)
         for name in before.keys() - values.keys():
             self._copies.pop(name, None)
-            change = Change.ANY
+            change = ValueChange.ANY
         return change
 
     def _is_current(self, values: Mapping[str, Any]) -> bool:
@@ -93,7 +93,7 @@ class Followed:
         return is_same and self._is_visible and self._contents.is_current()
 
 
-class Change(IntEnum):
+class ValueChange(IntEnum):
     """What the user has changed: nothing, numbers and texts only, or containers, which may tell parameters apart."""
 
     NONE = 0

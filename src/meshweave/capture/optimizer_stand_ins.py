@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.optimizer_attributes import Change, Followed, attributes_of, copied, own_containers
+from meshweave.capture.optimizer_attributes import Followed, ValueChange, attributes_of, copied, own_containers
 from meshweave.capture.optimizer_numbers import DataNumber, line_of
 from meshweave.capture.optimizer_record import Key, Prepared, every_path, prepared
 from meshweave.capture.optimizer_recorder import OptimizerRecorder
@@ -90,7 +90,7 @@ class StandIns:
         for own in self._all_groups:
             own.update({k: False for k in _IMPLEMENTATIONS if k in own})
         distinguishes = any(followed.distinguishes for followed in self._followed)
-        is_relevant = max(changes) > (Change.NONE if distinguishes else Change.NUMBER)
+        is_relevant = max(changes) > (ValueChange.NONE if distinguishes else ValueChange.NUMBER)
         self.is_unverified |= is_relevant and any(map(own_classes, parts_of(self.source)))
         self.shared.note()
 
