@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import types
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum, IntEnum
 from functools import partial
@@ -19,7 +21,7 @@ from meshweave.errors import CaptureError
 
 # Leaves of a form that cannot change, or whose contents are in the form, too.
 _VISIBLE = (*ATOMS, type, tuple, frozenset, Enum, partial, types.ModuleType, types.FunctionType,
-            types.BuiltinFunctionType, types.MethodType)  # fmt: skip
+            types.BuiltinFunctionType, types.MethodType, weakref.ReferenceType, logging.Logger)  # fmt: skip
 
 _PARAMETER = "a parameter"
 
