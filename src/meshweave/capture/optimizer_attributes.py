@@ -6,7 +6,7 @@ import copy
 import logging
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum, IntEnum
 from functools import partial
 from typing import Any
@@ -66,9 +66,9 @@ class Followed:
 
     def _distinguishes(self, form: Form) -> bool:
         """Whether a value refers to parameters, also by the keys of a dict, or to what cannot be seen into."""
-        leaves = [leaf for _, leaf in form if not isinstance(leaf, TensorVersion)]
-        refers = any(id(x) in self._params for leaf in leaves if isinstance(leaf, tuple) for x in leaf)
-        return refers or not all(isinstance(leaf, _VISIBLE) for leaf in leaves)
+        leaves = [(at, leaf) for at, leaf in form if not isinstance(leaf, TensorVersion)]
+        refers = any(id(x) in self._params for _, leaf in leaves if isinstance(leaf, tuple) for x in leaf)
+        return refers or not _is_visible(leaves)
 
     def take(self, values: Mapping[str, Any], own: Collection[int], memo: Callable[[], dict[int, Any]]) -> ValueChange:
         """Copy what the user has changed, and delete what is gone. `memo()` maps ids of objects to their stand-ins, as
@@ -79,9 +79,9 @@ class Followed:
         self._note(values, own)
         for name, form in self._forms.items():
             if name not in before or not _is_visible(form) or difference(before[name], form) is not None:
-                value = values[name]
-                self._copies[name] = value if _is_plain(value) else copied(name, value, memo())
-                is_number = _is_plain(value) or (isinstance(value, Tensor) and value.numel() == 1)
+                value, is_plain = values[name], _is_plain(values[name])
+                self._copies[name] = value if is_plain else copied(name, value, memo())
+                is_number = is_plain or (isinstance(value, Tensor) and value.numel() == 1)
                 change = max(change, ValueChange.NUMBER if is_number else ValueChange.ANY)
         for name in before.keys() - values.keys():
             self._copies.pop(name, None)
@@ -108,7 +108,7 @@ def _is_plain(value: Any) -> bool:
     return all(type(x) in ATOMS for x in (value if type(value) is tuple else (value,)))
 
 
-def _is_visible(form: Form) -> bool:
+def _is_visible(form: Iterable[tuple[str, Any]]) -> bool:
     """Whether a form shows every change of a value: not that of a tensor through `.data`, or of an object of C."""
     return all(isinstance(leaf, _VISIBLE) for _, leaf in form)
 

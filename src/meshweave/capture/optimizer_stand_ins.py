@@ -81,7 +81,9 @@ class StandIns:
     def take_options(self) -> None:
         """Copy the present options of every group, and the user's attributes on parameters and on the optimizer."""
         for name, p in self._own.items():
-            _replace(self.params[name].__dict__, vars(p))
+            notes = self.params[name].__dict__
+            notes.clear()
+            notes.update(vars(p))
         containers = self._containers()
         changes = [
             followed.take(values, containers, self._memo_now)
@@ -272,12 +274,6 @@ class StandIns:
         if vars(grad) or (grad.shape, grad.stride()) != (param.shape, param.stride()):
             grad = self.grads[name] = torch.empty_like(param, requires_grad=False)
         return grad
-
-
-def _replace(entries: dict[str, Any], others: Mapping[str, Any]) -> None:
-    """Give a dict the entries of another."""
-    entries.clear()
-    entries.update(others)
 
 
 def _own(value: Any) -> Any:
