@@ -1,4 +1,4 @@
-# make setup | test | test-all | demo | docs | check | clean
+# make setup | lint | test | test-all | demo | docs | clean
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ TORCH  := torch==2.13.0
 # Bytecode is kept: tests start a few hundred processes, and each would compile the sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup test test-all demo docs check clean
+.PHONY: setup lint test test-all demo docs clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,11 @@ $(STAMP): pyproject.toml
 		|| $(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet -e '.[test,lint]'
 	touch $@
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -34,12 +39,6 @@ demo: setup
 docs: setup
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
 	$(BIN)/mkdocs build --strict --quiet
-
-check: setup
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
