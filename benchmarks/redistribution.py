@@ -25,11 +25,11 @@ from statistics import median
 import numpy as np
 import torch
 from optimum import Optimum, State, check_by_hand
+from peer_plans import VARIANTS, Question, peer_plans
 
 import meshweave as mw
 from meshweave.ir.routes import routes
 from meshweave.movement import across, plan, search, space, within
-from meshweave.movement.peer_plans import VARIANTS, Question, peer_plans
 
 TABLE = Path(__file__).parent / "results" / "redistribution.md"
 NAMES = "abcd"

@@ -19,7 +19,7 @@ def answer(result):
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_the_plan_stands_beside_the_peers():
+def test_the_plan_and_its_bound():
     result = call("[{}, {b}]", "[{a,b}, {}]", *LARGE)
     assert result.exit_code == 0, result.output
     assert "[{}, {b}] -> [{a,b}, {}] of float32 [4096, 4096] on a=4,b=8" in result.output
@@ -27,8 +27,6 @@ def test_the_plan_stands_beside_the_peers():
     assert "all_to_all over b from dim 1 onto dim 0" in result.output
     assert "lower bound of all plans" in result.output
     assert "exact" in result.output
-    for variant in ("greedy", "greedy, merged", "graph", "graph, merged"):
-        assert f"DTensor {variant} " in result.output
 
 
 def test_the_same_as_json():
@@ -41,29 +39,14 @@ def test_the_same_as_json():
     assert held["bytes_received"] == sum(step["bytes_received"] for step in held["steps"])
     assert 0 < held["lower_bound_seconds"] <= held["seconds"]
     assert held["steps"][-1]["target"] == "[{}, {}]"
-    assert [peer["planner"] for peer in held["peers"]] == [
-        "DTensor greedy",
-        "DTensor greedy, merged",
-        "DTensor graph",
-        "DTensor graph, merged",
-    ]
-    assert [peer["is_sound"] for peer in held["peers"][:2]] == [False, True]
-    assert all(peer["seconds"] >= held["seconds"] for peer in held["peers"] if peer["is_sound"])
     assert 1 <= len(held["alternatives"]) <= 2
     assert all(other["why"] and other["peak_bytes"] > 0 for other in held["alternatives"])
-
-
-def test_a_peer_that_refuses_says_why():
-    result = call("[{a}, {}]", "[{}, {}] partial(sum: a)", *LARGE)
-    assert result.exit_code == 0, result.output
-    assert "to_partial(sum) over a from dim 0" in result.output
-    assert result.output.count("none: DTensor cannot make a value partial (sum: a)") == 4
 
 
 def test_nothing_to_do():
     result = call("[{a}, {}]", "[{a}, {}]", *LARGE)
     assert result.exit_code == 0, result.output
-    assert result.output.count("nothing to do") == 6
+    assert result.output.count("nothing to do") == 1
 
 
 def test_another_mesh():
@@ -72,7 +55,6 @@ def test_another_mesh():
     held = answer(result)
     assert [step["kind"] for step in held["steps"]] == ["transfer"]
     assert held["bytes_received"] == 64 * 32 * 4
-    assert {peer["refusal"] for peer in held["peers"]} == {"DTensor does not redistribute between meshes"}
     assert "on a=4 -> c=2 on [4, 5]" in result.stderr
 
 

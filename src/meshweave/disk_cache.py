@@ -1,4 +1,4 @@
-"""Data cached on disk that meshweave can recreate: measurements, orders and programs, as text under a key."""
+"""Data cached on disk that meshweave can recreate: measurements and programs, as text under a key."""
 
 from __future__ import annotations
 
@@ -44,14 +44,6 @@ def machine_of(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "threads": 0 if cuda else torch.get_num_threads(),
     }
-
-
-@cache
-def code_digest(rooms: tuple[str, ...]) -> str:
-    """A digest of the code of packages of meshweave."""
-    root = Path(__file__).parent
-    files = [path for room in rooms for path in sorted((root / room).glob("*.py"))]
-    return sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 @cache

@@ -6,6 +6,7 @@ from math import isinf
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.peer_plans import VARIANTS, PeerPlan, Question, peer_plans
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -13,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshweave.hardware import AlphaBeta
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.peer_plans import VARIANTS, PeerPlan, Question, peer_plans
 from meshweave.movement.plan import plan_move
 from meshweave.runtime.dtensor import device_mesh_from_mesh
 
@@ -90,23 +90,6 @@ def test_the_graph_planner_knows_which_axes_are_fast():
     assert texts(found)["graph"] == fast_first
     alike = plans("[{}, {}] partial(sum: a,b)", "[{}, {}]", shape=(16384, 16384), profile=AlphaBeta())
     assert alike["graph"].seconds > 0
-
-
-def test_an_average_merged_with_a_sum_is_a_sum():
-    found = plans("[{}, {}] partial(avg: a; sum: b)", "[{}, {a,b}]")
-    assert texts(found)["greedy"] == ["reduce_scatter(avg) over a onto dim 1", "reduce_scatter(sum) over b onto dim 1"]
-    assert texts(found)["greedy, merged"] == ["reduce_scatter(sum) over a,b onto dim 1"]
-
-
-def test_nothing_to_do_costs_nothing():
-    for plan in plans("[{a}, {b}]", "[{a}, {b}]").values():
-        assert (plan.steps, plan.seconds, plan.bytes_received, plan.refusal) == ((), 0.0, 0.0, "")
-        assert plan.peak_bytes == 512 * 512 * 4 / 8
-
-
-def test_bytes_are_those_of_the_largest_piece():
-    found = plans("[{b}]", "[{}]", shape=(9,))  # pieces of 3, 3, 3 and 0
-    assert {plan.bytes_received for plan in found.values()} == {3 * 3 * 4}
 
 
 def test_greedy_searches_the_graph_for_an_order_that_is_not_the_mesh_order():
@@ -200,24 +183,3 @@ def test_a_process_group_is_neither_needed_nor_touched():
         dist.destroy_process_group()
     assert first["greedy, merged"] == ["all_gather dim 0 over x,y"]
     assert second["greedy, merged"] == ["all_gather dim 0 over u,v"]
-
-
-@pytest.mark.parametrize(
-    ("name", "refused"),
-    [
-        ("DTensorRedistributePlanner", [name for name, _, _ in VARIANTS]),
-        ("_optimize_transform_infos", [name for name, _, merged in VARIANTS if merged]),
-    ],
-)
-def test_a_torch_that_lacks_a_part_is_told(monkeypatch, name, refused):
-    monkeypatch.delattr(_redistribute, name)
-    found = plans("[{a,b}, {}]", "[{}, {}]")
-    assert [plan.variant for plan in found.values() if plan.refusal] == refused
-    assert all(torch.__version__ in plan.refusal for plan in found.values() if plan.refusal)
-
-
-def test_no_warning_is_logged(caplog):
-    plans("[{b,a}, {}]", "[{}, {}]")
-    plans("[{a,b}, {}]", "[{}, {}]")
-    assert not caplog.records
-    assert not _redistribute.logger.disabled

@@ -1,10 +1,10 @@
-"""move: how a value gets from a layout to another, and how DTensor would do it."""
+"""move: how a value gets from a layout to another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -19,9 +19,6 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.report.tables import bytes_text
-
-if TYPE_CHECKING:
-    from meshweave.movement.peer_plans import PeerPlan
 
 Order = Literal["sound", "strict", "any"]
 
@@ -57,36 +54,28 @@ class MoveOptions(Options):
 
 
 def move(screen: Screen, options: MoveOptions) -> int:
-    """Show the cheapest plan from layout SRC to layout DST with its certificate, and the plans of torch's DTensor."""
-
-    from meshweave.movement.peer_plans import peer_plans  # slow: only on request
-
+    """Show the cheapest plan from layout SRC to layout DST with its certificate."""
     start = Mesh.parse(options.mesh)
     goal = start if options.to_mesh is None else Mesh.parse(options.to_mesh)
     source, target = Layout.parse(options.source, start), Layout.parse(options.target, goal)
     shape, dtype = _shape(options.shape), _dtype(options.dtype)
     costs = parse_costs(options.profile, (*start.axis_names, *goal.axis_names))
     plan = plan_move(source, target, shape, dtype, costs, memory_cap_bytes=options.memory_cap, order=options.order)
-    return _show(
-        screen, plan, peer_plans(source, target, shape, dtype, costs), options.alternatives, shape, options.dtype
-    )
+    return _show(screen, plan, options.alternatives, shape, options.dtype)
 
 
-def _show(
-    screen: Screen, plan: MovePlan, peers: Sequence[PeerPlan], alternatives: int, shape: tuple[int, ...], dtype: str
-) -> int:
+def _show(screen: Screen, plan: MovePlan, alternatives: int, shape: tuple[int, ...], dtype: str) -> int:
     where = " -> ".join(dict.fromkeys(str(end.mesh) or "one device" for end in (plan.source, plan.target)))
     screen.say(escape(f"{plan.source} -> {plan.target} of {dtype} {list(shape)} on {where}"))
     screen.out.print(_steps_table(plan))
     at_best = f"{_us(plan.seconds)} us, lower bound of all plans {_us(plan.lower_bound_seconds)} us"
     summary = f"{bytes_text(plan.bytes_received)} received, {bytes_text(plan.peak_bytes)} at most held by a step"
-    screen.say(f"{at_best}; {summary}; {plan.numerics}; order {plan.order}: {_ORDERS[plan.order]}\n")
-    screen.out.print(_peers_table(plan, peers))
+    screen.say(f"{at_best}; {summary}; {plan.numerics}; order {plan.order}: {_ORDERS[plan.order]}")
     alternative_plans = plan.alternatives(alternatives) if alternatives else ()
     if alternative_plans:
         table = _table("plan not taken", ">us", ">peak", "why")
-        for peer in alternative_plans:
-            table.add_row(_joined(peer.steps), _us(peer.seconds), bytes_text(peer.peak_bytes), escape(peer.why))
+        for other in alternative_plans:
+            table.add_row(_joined(other.steps), _us(other.seconds), bytes_text(other.peak_bytes), escape(other.why))
         screen.say("")
         screen.out.print(table)
     screen.result(
@@ -98,21 +87,16 @@ def _show(
         lower_bound_seconds=plan.lower_bound_seconds,
         numerics=plan.numerics,
         order=plan.order,
-        peers=[
-            {"planner": p.variant, "refusal": p.refusal or None}
-            | ({} if p.refusal else {"is_sound": p.is_sound, **_cost(p)})
-            for p in peers
-        ],
         alternatives=[
-            {"steps": [str(s) for s in peer.steps], "seconds": peer.seconds, "peak_bytes": peer.peak_bytes}
-            | {"why": peer.why}
-            for peer in alternative_plans
+            {"steps": [str(s) for s in other.steps], "seconds": other.seconds, "peak_bytes": other.peak_bytes}
+            | {"why": other.why}
+            for other in alternative_plans
         ],
     )
     return 0
 
 
-def _cost(plan: MovePlan | PeerPlan) -> dict[str, Any]:
+def _cost(plan: MovePlan) -> dict[str, Any]:
     steps = [
         {"text": str(s), "kind": s.kind, "axes": s.axes, "target": str(s.target)}
         | {"bytes_received": s.bytes_received, "seconds": s.seconds}
@@ -133,21 +117,6 @@ def _steps_table(plan: MovePlan) -> Table:
         table.add_row(str(number), *texts, _us(step.seconds), bytes_text(step.bytes_received))
     if not plan.steps:
         table.add_row("", "nothing to do", escape(str(plan.source)), "0", bytes_text(0))
-    return table
-
-
-def _peers_table(plan: MovePlan, peers: Sequence[PeerPlan]) -> Table:
-    table = _table("planner", ">us", ">ratio", ">bytes received", ">peak", "sound", "steps")
-    sound = "yes" if plan.order != "any" else ""
-    costs = (_us(plan.seconds), "1.00", bytes_text(plan.bytes_received), bytes_text(plan.peak_bytes))
-    table.add_row("meshweave", *costs, sound, _joined(plan.steps))
-    for peer in peers:
-        if peer.refusal:
-            table.add_row(peer.variant, "", "", "", "", "", f"none: {escape(peer.refusal)}")
-            continue
-        ratio = f"{peer.seconds / plan.seconds:.2f}" if plan.seconds else ("1.00" if not peer.seconds else "inf")
-        costs = (_us(peer.seconds), ratio, bytes_text(peer.bytes_received), bytes_text(peer.peak_bytes))
-        table.add_row(peer.variant, *costs, "yes" if peer.is_sound else "[red]no[/]", _joined(peer.steps))
     return table
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from math import inf, isfinite
 from typing import Literal
 
@@ -19,7 +18,6 @@ from meshweave.problem.read import Reading
 from meshweave.problem.scenarios import SCENARIOS
 from meshweave.schedule.bounds import bound_of
 from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
-from meshweave.schedule.recall import Decision, entry_of, recalled, store
 from meshweave.schedule.report import INPUT, CandidateRow, Deferred, OverlapReport
 from meshweave.schedule.search import OrderCandidate, OrderSearch, choose
 from meshweave.schedule.waits import hoisted, sunk_waits, with_waits
@@ -32,6 +30,15 @@ _SUNK = 5e-4  # with `search._NEAR` 0.2%: what a looser cap may cost at most
 
 class NoOrderError(MeshweaveError):
     """No order whose peak is under the cap was found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The order that a search chose: `rows` are all candidates that were compared, `regret` what it loses at worst."""
+
+    chosen: OrderCandidate
+    rows: tuple[CandidateRow, ...]
+    regret: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,35 +117,14 @@ def decide(
     cap = cap_of(before, memory_cap_bytes, ceiling)
     known = [(INPUT, problem.order), *orders]
     search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
-    decision, searched = _decided(search, known, options.choose)
-    report = _report(decision, searched, search, before, notes)
+    decision = _searched(search, known, options.choose)
+    report = _report(decision, search, before, notes)
     rewrite(merger.reading, decision.chosen.merged, decision.chosen.order)
     return report
 
 
-def _decided(
-    search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str
-) -> tuple[Decision, Callable[[], OrderSearch]]:
-    """The decision, as it was taken in an earlier start where that is on disk, and the search behind it, which is done
-    when somebody asks for it. Raises NoOrderError where nothing fits."""
-    entry, trouble = entry_of(search, orders, rule), ""
-    if entry is not None:
-        decision, trouble = recalled(entry, search)
-        if decision is not None:
-
-            @cache
-            def searched() -> OrderSearch:
-                search.run(orders)
-                return search
-
-            return decision, searched
-    decision = _sought(search, orders, rule)
-    if entry is not None:
-        trouble = "; ".join(filter(None, (trouble, store(entry, decision))))
-    return replace(decision, note=f"the order was sought anew: {trouble}" if trouble else ""), lambda: search
-
-
-def _sought(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> Decision:
+def _searched(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> Decision:
+    """Raises NoOrderError where nothing fits."""
     candidates = search.run(orders)
     if not candidates:
         assert search.least is not None, "it is kept where nothing fits"
@@ -173,9 +159,7 @@ def _settled(chosen: OrderCandidate, slowdown: Slowdown | None, cap: float) -> O
     return chosen
 
 
-def _report(
-    decision: Decision, searched: Callable[[], OrderSearch], search: OrderSearch, before: int, notes: tuple[str, ...]
-) -> OverlapReport:
+def _report(decision: Decision, search: OrderSearch, before: int, notes: tuple[str, ...]) -> OverlapReport:
     problem, chosen, slowdown = search.merger.reading.problem, decision.chosen, search.slowdown
     as_given = play(problem, problem.order, slowdown)
     return OverlapReport(
@@ -189,9 +173,9 @@ def _report(
         int(search.cap),
         decision.regret,
         Deferred(lambda: collective_rows(search.merger, chosen, slowdown)),
-        Deferred(lambda: merge_rows(searched(), chosen)),
+        Deferred(lambda: merge_rows(search, chosen)),
         decision.rows,
-        (*notes, *filter(None, [decision.note])),
+        notes,
     )
 
 

@@ -2,9 +2,8 @@
 
 DTensor has two planners: greedy (the default if every dim is cut in mesh order), and a shortest path over steps along a
 single mesh dim each, by its own cost model, which distinguishes links within a host and between hosts. Both plans can
-be
-merged: successive steps of the same kind become a step over a flattened mesh dim, if that exists. Here all exist, and
-the innermost axes that are faster than the slowest form a host, so this is the peer's best case.
+be merged: successive steps of the same kind become a step over a flattened mesh dim, if that exists. Here all exist,
+and the innermost axes that are faster than the slowest form a host, so this is the peer's best case.
 
 Source: torch/distributed/tensor/_redistribute.py (torch 2.13; merging: pytorch/pytorch PRs 171913 and 172121). Only the
 planners run, on a DeviceMesh without process groups: nothing is sent, and an existing process group is neither used nor
@@ -13,27 +12,23 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from math import prod
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.errors import LayoutError
-from meshweave.interop.dtensor import (
-    DTensorSpec,
-    TensorMeta,
-    bare_device_mesh,
-    flatten_without_groups,
-    link_priced_cost,
-    merged_transforms,
-    planner,
-)
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.placements import placements_from_layout
@@ -285,3 +280,65 @@ def _text(kind: str, axes: tuple[str, ...], before: Any, after: Any) -> str:
         "slice": lambda: f"slice dim {after.dim} over {over}",
         "to_partial": lambda: f"to_partial({after.reduce_op}) over {over}",
     }[kind]()
+
+
+# DTensor's private parts
+
+
+def bare_device_mesh(ranks: torch.Tensor, names: Sequence[str]) -> DeviceMesh | None:
+    """A DeviceMesh as on its first rank, without process groups; None if this torch cannot create one."""
+    options: dict[str, Any] = {"_init_backend": False, "_rank": int(ranks.flatten()[0])}
+    try:
+        return DeviceMesh("cpu", ranks, mesh_dim_names=tuple(names), **options)
+    except TypeError:
+        return None
+
+
+def flatten_without_groups(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Make `merged_transforms` find these dims flattened: it looks up only the layout of the flattened mesh
+    (`_get_flattened_mesh_by_layout_impl`). No effect if this torch looks elsewhere: then nothing is merged."""
+    try:
+        layout: Any = mesh._get_slice_mesh_layout(names)
+        flattened: Any = SimpleNamespace(_layout=type(layout)([layout.collapse()]))
+        mesh._flatten_mapping["_".join(names)] = flattened
+    except (AttributeError, TypeError):
+        return
+
+
+def planner(mesh: DeviceMesh, meta: TensorMeta | None) -> Any:
+    """DTensor's planner of redistributions; None if this torch has none."""
+    planner_type = getattr(_redistribute, "DTensorRedistributePlanner", None)
+    return None if planner_type is None else planner_type(mesh, meta)
+
+
+def merged_transforms(
+    transforms: Sequence[Any], mesh: DeviceMesh, before: Sequence[Placement], after: Sequence[Placement]
+) -> list[Any] | None:
+    """The steps of a planner, with successive steps of the same kind merged into a step over a flattened mesh dim; None
+    if this torch does not merge. Torch's warning about steps that could not be merged is suppressed."""
+    merge = getattr(_redistribute, "_optimize_transform_infos", None)
+    if merge is None:
+        return None
+    with _quiet(_redistribute.logger):
+        return list(merge(transforms, mesh, before, after))
+
+
+def link_priced_cost(
+    mesh: DeviceMesh, bandwidths: Sequence[float], latencies: Sequence[float]
+) -> Callable[[Placement, Placement, int, float], float] | None:
+    """DTensor's own cost of going from one placement to another over a mesh dim, of a piece of so many GiB, if the
+    links of the dims have these GB/s and us; None if this torch prices differently."""
+    price = getattr(_collective_utils, "_compute_placement_transition_cost", None)
+    if price is None:
+        return None
+    topology = _collective_utils.MeshTopoInfo(mesh, [*mesh.shape], [*bandwidths], [*latencies])
+    return lambda old, new, dim, gib: float(price(old, new, topology, dim, gib)[0])
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
