@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {str(path.relative_to(ROOT / "src")): path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
-MAX_LINES, MAX_PARAMETERS = 60, 8
+MAX_LINES, MAX_PARAMETERS, MAX_FILE = 60, 8, 800
 # Functions with more parameters: those of public API, and those whose parameters are the arguments of an op.
 PUBLIC = {"compile", "backend", "inductor_pass", "scaled"}
 OPS = {
@@ -33,7 +33,8 @@ def too_large(path: str, tree: ast.Module) -> Iterator[str]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in PUBLIC:
             continue
         num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
-        num_parameters = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+        names = [a.arg for a in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
+        num_parameters = len([name for name in names if name not in ("self", "cls")])
         if num_lines > MAX_LINES or (num_parameters > MAX_PARAMETERS and path not in OPS):
             yield f"{path}:{node.lineno}: {node.name} has {num_lines} lines, {num_parameters} parameters"
 
@@ -51,6 +52,24 @@ def bound_names(tree: ast.Module) -> Iterator[str]:
 def test_functions_are_small() -> None:
     large = [line for path, tree in trees() for line in too_large(path, tree)]
     assert not large, "\n".join(large)
+
+
+@pytest.mark.parametrize(
+    ("source", "num_large"),
+    [
+        ("def f(a, b, c, d, e, f, g, h):\n" + "    pass\n" * 59, 0),
+        ("def f():\n" + "    pass\n" * 60, 1),
+        ("class C:\n    def f(self, a, b, /, c, d, e, f, g, h): pass", 0),
+        ("class C:\n    def f(self, a, b, /, c, d, e, f, g, *, h, i): pass", 1),
+        ("def f():\n    async def g(a, b, c, d, e, f, g, h, i): pass", 1),
+    ],
+)
+def test_which_functions_are_large(source: str, num_large: int) -> None:
+    assert len([*too_large("f.py", ast.parse(source))]) == num_large
+
+
+def test_files_are_a_subject_each() -> None:
+    assert not {path: size for path, text in SOURCES.items() if (size := text.count("\n")) > MAX_FILE}
 
 
 def test_no_two_classes_have_the_same_name() -> None:
