@@ -324,7 +324,7 @@ class TrainStep:
     def save_pretrained(self, folder: str, *, max_file_bytes: int = 5 << 30) -> None:
         """Write the parameters and persistent buffers as safetensors files, and the model's `config` where it has one:
         a folder that `from_pretrained` and `mw.compile(weights=folder)` take. On a cluster all ranks call it; a rank
-        has at most a single whole tensor at a time, and the first rank writes.
+        has at most a single whole tensor at a time, the first rank, which writes, those of a file.
         """
         with self.session.world.call("save_pretrained"):
             is_first = self.session.world.devices[0] == self.session.world.mesh.devices[0]

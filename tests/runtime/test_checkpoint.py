@@ -221,7 +221,7 @@ def test_a_directory_of_other_things_is_not_replaced(path: Path) -> None:
 def test_gaps_and_overlaps_are_refused(path: Path) -> None:
     full = whole((8, 4), torch.float32)
     good = view(full, Layout.parse("[{x}, {}]", LINE))
-    with pytest.raises(CheckpointError, match=r"'w' do not make up the whole tensor\n  got: 24 elements"):
+    with pytest.raises(CheckpointError, match=r"not complete\n.*\n  got: pieces of 'w' with 24 of 32 elements"):
         save(path, {"w": replace(good, pieces=good.pieces[1:])}, {})
     overlap = (Box((1, 0), (2, 4)), torch.ones(2, 4))
     with pytest.raises(CheckpointError, match="Failed to validate global plan"):
@@ -237,13 +237,6 @@ class Harm:
         self.mark = mark
 
 
-def rewrite_metadata(path: Path, content: bytes) -> None:
-    (path / ".metadata").write_bytes(content)
-    table = json.loads((path / "meshweave.json").read_text())
-    table["files"][".metadata"] = len(content)
-    (path / "meshweave.json").write_text(json.dumps(table))
-
-
 @pytest.mark.parametrize("place", ["whole", "planner_data", "properties", "storage"])
 def test_metadata_that_would_run_code_is_refused_and_not_run(path: Path, tmp_path: Path, place: str) -> None:
     save(path, views(LINE), INFO)
@@ -256,7 +249,7 @@ def test_metadata_that_would_run_code_is_refused_and_not_run(path: Path, tmp_pat
         metadata.state_dict_metadata["even"] = harm
     elif place == "storage":
         next(iter(metadata.storage_data.values())).relative_path = harm
-    rewrite_metadata(path, pickle.dumps(harm if place == "whole" else metadata))
+    (path / ".metadata").write_bytes(pickle.dumps(harm if place == "whole" else metadata))
     with pytest.raises(CheckpointError, match=r"(?s)more than tables of pieces.*got: (posix|nt|os)\.system"):
         load(path, views(LINE))
     assert not mark.exists()
@@ -267,7 +260,7 @@ def test_metadata_that_would_run_code_is_refused_and_not_run(path: Path, tmp_pat
 def test_names_reached_through_an_allowed_module_are_refused(path: Path) -> None:
     save(path, views(LINE), INFO)
     for name in (b"ctorch\nload\n", b"ctorch.serialization\nos.system\n", b"cbuiltins\neval\n"):
-        rewrite_metadata(path, name + b".")
+        (path / ".metadata").write_bytes(name + b".")
         with pytest.raises(CheckpointError, match="more than tables of pieces"):
             load(path, views(LINE))
 
@@ -276,7 +269,7 @@ def test_a_piece_in_a_file_elsewhere_is_refused(path: Path) -> None:
     save(path, views(LINE), INFO)
     metadata = pickle.loads((path / ".metadata").read_bytes())
     next(iter(metadata.storage_data.values())).relative_path = "../../secret"
-    rewrite_metadata(path, pickle.dumps(metadata))
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"a piece in the file '\.\./\.\./secret'"):
         load(path, views(LINE))
 
@@ -304,12 +297,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no table": (lambda p: (p / "meshweave.json").unlink(), r"not a meshweave checkpoint\n.*\n  got: no meshw"),
     "cut table": (lambda p: cut(p / "meshweave.json"), r"is damaged\n.*\n  got: meshweave.json: "),
     "foreign table": (edit("format", "x"), "not a meshweave checkpoint"),
-    "version": (edit("version", 99), r"unknown format version.*\n.*\n  got: version 99\n  expected: version 1"),
-    "fields": (edit("info", 3), "has no valid 'info'"),
-    "outside": (edit("files", {"../x": 1}), r"names the file '\.\./x'"),
-    "no metadata": (lambda p: (p / ".metadata").unlink(), r"is damaged\n.*\n  got: \.metadata is missing"),
-    "cut metadata": (lambda p: rewrite_metadata(p, (p / ".metadata").read_bytes()[:-30]), r"got: \.metadata: "),
-    "odd metadata": (lambda p: rewrite_metadata(p, pickle.dumps({"a": 1})), "no tables of pieces"),
+    "version": (edit("version", 99), r"unknown format version.*\n.*\n  got: version 99\n  expected: version 2"),
+    "fields": (edit("info", 3), "has no valid info"),
+    "no metadata": (lambda p: (p / ".metadata").unlink(), r"is damaged\n.*\n  got: \.metadata: FileNotFound"),
+    "cut metadata": (lambda p: cut(p / ".metadata"), r"got: \.metadata: "),
+    "odd metadata": (lambda p: (p / ".metadata").write_bytes(pickle.dumps({"a": 1})), "no tables of pieces"),
     "no data": (lambda p: (p / "__0_0.distcp").unlink(), r"got: __0_0.distcp is missing"),
     "cut data": (lambda p: cut(p / "__0_0.distcp"), r"got: __0_0.distcp has \d+ of \d+ bytes"),
     "a changed byte": (
@@ -348,8 +340,8 @@ def test_the_checkpoint_of_another_model(path: Path) -> None:
     assert str(caught.value) == (
         "the checkpoint is of another model\n"
         f"  where: {path}\n"
-        "  got: 1 missing: scaler; 1 unexpected: scalar; 2 different: even is float32[8, 4], not float32[8, 5], "
-        "copies is float32[3, 3], not bfloat16[3, 3]\n"
+        "  got: 1 missing: scaler; 1 unexpected: scalar; 2 different: even is float32[8,4], not float32[8,5], "
+        "copies is float32[3,3], not bfloat16[3,3]\n"
         "  expected: the same names, shapes and dtypes as the model's\n"
         "  hint: 'scaler' may be the checkpoint's 'scalar'"
     )

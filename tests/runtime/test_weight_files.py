@@ -69,11 +69,14 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         def get_slice(self, name: str) -> Any:
             return self.file.get_slice(name)
 
+        def keys(self) -> Any:
+            return self.file.keys()
+
         def get_tensor(self, name: str) -> Tensor:
             whole.append((name,))
             return self.file.get_tensor(name)
 
-    monkeypatch.setattr(module, "_safe_open", lambda file: Opened(file, framework="pt"))
+    monkeypatch.setattr(module, "safe_open", Opened)
     return whole
 
 
@@ -144,7 +147,7 @@ def test_a_complex_buffer(tmp_path: Path) -> None:
         step(example)
         assert torch.equal(model.turns, first.conj())
         if dtype == torch.complex128:
-            with pytest.raises(CheckpointError, match="of this dtype"):
+            with pytest.raises(CheckpointError, match="may lack a dtype"):
                 step.save_pretrained(str(tmp_path))
             continue
         step.save_pretrained(str(tmp_path))

@@ -1,58 +1,131 @@
 """Checkpoints in the format of torch.distributed.checkpoint (DCP): tables of pieces, loadable on any other mesh.
 
 A checkpoint is a directory with DCP's `.metadata` (which piece of which tensor lies where), one data file per process
-that wrote, and `meshweave.json` (format version, sizes of the files, and the caller's own facts). It is written to a
-temporary directory beside its path and renamed when complete. Loading never executes code from a file.
+that wrote, and `meshweave.json` (format version, and the caller's own facts). It is written to a temporary directory
+beside its path and renamed when complete. Loading never executes code from a file.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
+import pickle
+import re
 import shutil
+import uuid
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshweave.errors import CheckpointError, MeshweaveError
-from meshweave.interop.checkpoints import PieceReader, StorageInfo
+from meshweave.interop.checkpoints import PICKLED, CheckedReader
 from meshweave.interop.process_groups import is_in_job
 from meshweave.ir.graph import Spec
-from meshweave.runtime.checkpoint_files import NOT_WRITTEN, Info, finish, leftovers, prepare
-from meshweave.runtime.checkpoint_files import errors as file_errors
-from meshweave.runtime.checkpoint_tables import (
-    ShardedTensorView,
-    check_cover,
-    check_model,
-    damaged,
-    read_metadata,
-    read_table,
-)
+from meshweave.ir.pieces import Box
 
-__all__ = ["Info", "ShardedTensorView", "async_save", "load", "save", "saved_specs"]
+FORMAT_VERSION = 2  # version 1 also lists the sizes of the files
+TABLE = "meshweave.json"
+METADATA = ".metadata"
+OUR_FILES = re.compile(r"\.metadata|meshweave\.json|__\d+_\d+\.distcp")
+NOT_WRITTEN = "the checkpoint could not be written; the old contents of its path are untouched"
 
+Info = Mapping[str, int | str]
+T = TypeVar("T")
 _LOG = logging.getLogger("meshweave")
 
-_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # DCP warns about this; here it is normal
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedTensorView:
+    """A global tensor as the pieces that this process has (to save) or wants (to load, filled in place).
+
+    Implements DCP's `_Checkpointable` (torch/distributed/_checkpointable.py). A box may occur several times if a
+    process represents many devices: it is written once, and read once for all. Empty pieces are normal.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[tuple[Box, Tensor], ...]
+
+    def __post_init__(self) -> None:
+        for box, tensor in self.pieces:
+            assert tuple(tensor.shape) == box.size, f"a tensor of shape {tuple(tensor.shape)} for {box}"
+            assert tensor.dtype == self.dtype, f"a tensor of {tensor.dtype} in a view of {self.dtype}"
+
+    def distinct(self) -> list[tuple[Box, Tensor]]:
+        """The pieces without duplicates and empty pieces; a tensor without elements is a single piece."""
+        if prod(self.shape) == 0:
+            whole = Box((0,) * len(self.shape), self.shape)
+            return [(whole, tensor.new_empty(self.shape)) for _, tensor in self.pieces[:1]]
+        first: dict[Box, Tensor] = {}
+        for box, tensor in self.pieces:
+            first.setdefault(box, tensor)
+        return [(box, tensor) for box, tensor in first.items() if box.num_elements]
+
+    def repeat(self) -> None:
+        """Copy what was read once into every other tensor with the same box."""
+        first = dict(self.distinct())
+        for box, tensor in self.pieces:
+            if box.num_elements and first[box] is not tensor:
+                tensor.detach().copy_(first[box])
+
+    def copy(self) -> ShardedTensorView:
+        """Its distinct pieces, copied to CPU memory."""
+        copies = ((box, tensor.detach().to("cpu", copy=True)) for box, tensor in self.distinct())
+        return replace(self, pieces=tuple(copies))
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(box), properties=TensorProperties(dtype=self.dtype), size=torch.Size(self.shape)
+                ),
+            )
+            for box, _ in self.distinct()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box, _ in self.distinct()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The piece at `index`. Its hint chooses among wanted boxes that begin at the same offset."""
+        pieces = self.distinct()
+        hinted = pieces[index.index : index.index + 1] if index.index is not None else []
+        return next(tensor for box, tensor in [*hinted, *pieces] if box.offset == tuple(index.offset or ()))
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size))
 
 
 def save(
@@ -72,14 +145,7 @@ def save(
     and when `path` contains anything but a checkpoint.
     """
     writer = _begin(path, info, process_group)
-    with writer.errors(), _alone_is_fine():
-        dcp_save(
-            dict(tensors),
-            storage_writer=writer,
-            planner=_SavePlanner(),
-            process_group=process_group,
-            no_dist=not is_in_job(),
-        )
+    _write(tensors, writer, process_group, not is_in_job())
 
 
 def async_save(
@@ -91,46 +157,18 @@ def async_save(
     """`save` on a thread that writes and publishes the files. Returns once the pieces are copied to CPU memory.
 
     The thread communicates over `process_group`, a Gloo group that nothing else uses until the future is done. The
-    future's error is a CheckpointError, logged when it occurs. Raises CheckpointError, on every process, for a path
-    that contains anything but a checkpoint, and if the copies failed on any process.
+    future's error is a CheckpointError, logged when it occurs; the end of the program waits for the thread. Raises
+    CheckpointError, on every process, for a path that contains anything but a checkpoint, and if the copies failed on
+    any process.
     """
     copies: dict[str, ShardedTensorView] = {}
     writer = _begin(
         path, info, process_group, lambda: copies.update({name: view.copy() for name, view in tensors.items()})
     )
-    if not is_in_job():
-        warnings.filterwarnings("ignore", message=_ALONE)  # the thread must not change the warning filters temporarily
-    with writer.errors():
-        upload = dcp_async_save(
-            copies,
-            storage_writer=writer,
-            planner=_SavePlanner(),
-            process_group=process_group,
-            no_dist=not is_in_job(),
-        )
-    assert isinstance(upload, Future)
-    done: Future[None] = Future()
-    upload.add_done_callback(lambda upload: _settle(upload, writer, process_group is not None, done))
+    executor = ThreadPoolExecutor(1, thread_name_prefix="meshweave-checkpoint")
+    done = executor.submit(_write_beside_steps, copies, writer, process_group, not is_in_job())
+    executor.shutdown(wait=False)
     return done
-
-
-_LEFT = "destroy_process_group() ran during the save: wait for the future that async_save returns first"
-
-
-def _settle(upload: Future[Any], writer: _PieceWriter, is_of_job: bool, done: Future[None]) -> None:
-    """Complete `done` with the result of `upload`, or with a meshweave error."""
-    try:
-        with writer.errors():
-            upload.result()
-    except BaseException as error:
-        got = f"{type(error).__name__}: {error}"
-        ours = error if isinstance(error, MeshweaveError) else CheckpointError(NOT_WRITTEN, got=got)
-        if is_of_job and not dist.is_initialized():
-            ours = CheckpointError(NOT_WRITTEN, where=str(writer.target), got=ours.got or got, hint=_LEFT)
-        _LOG.error("%s: an asynchronous save failed: %s", writer.target, ours)
-        done.set_exception(ours)
-    else:
-        done.set_result(None)
 
 
 def load(
@@ -154,24 +192,18 @@ def load(
 def saved_specs(path: str | os.PathLike[str]) -> dict[str, Spec]:
     """Shapes and dtypes of the tensors in a checkpoint, by name. CheckpointError if there is no checkpoint."""
     folder = _find(Path(os.path.realpath(path)))
-    with file_errors("the checkpoint cannot be read", folder):
-        metadata = read_metadata(folder, read_table(folder)["files"])
-    tables = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
-    return {name: Spec(tuple(table.size), table.properties.dtype) for name, table in tables.items()}
+    with _errors("the checkpoint cannot be read", folder):
+        _read_table(folder)
+        return _specs(_read_metadata(folder))
 
 
 # Several processes.
 
 
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_ALONE)
-        yield
-
-
 def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """Do `work` on every process and return all results. A failure on any process is a failure on all."""
+    # DCP warns of `no_dist` in every call; a thread must not change the filters for a while.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     if not is_in_job():
         return [work()]
     error: BaseException | None = None
@@ -190,11 +222,33 @@ def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]
     return [result for result, _ in outcomes]
 
 
+@contextmanager
+def _errors(what: str, path: Path) -> Iterator[None]:
+    """Turn errors of the file system and of DCP into CheckpointError.
+
+    DCP raises a BaseException with the failures of all processes. A MeshweaveError among them, and Ctrl-C, pass
+    through.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(what, where=str(path), got=f"{type(error).__name__}: {error}") from error
+    except CheckpointException as failed:
+        causes = {rank: wrapped[0] for rank, wrapped in failed.failures.items()}
+        for cause in causes.values():
+            if isinstance(cause, MeshweaveError) or not isinstance(cause, Exception):
+                raise cause from failed
+        rank, cause = next(iter(causes.items()))
+        raise CheckpointError(
+            what, where=str(path), got=f"{type(cause).__name__} on process {rank}: {cause}"
+        ) from failed
+
+
 # Writing.
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner, extended to drop boxes that another process writes; also checks that nothing is missing."""
+    """DCP's planner for views. It writes a box that several processes have once, and refuses gaps and overlaps."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -202,13 +256,6 @@ class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         view: ShardedTensorView = self.state_dict[index.fqn]
         return view.__get_tensor_shard__(index)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        for name, table in metadata.state_dict_metadata.items():
-            assert isinstance(table, TensorStorageMetadata)
-            check_cover(name, table.size, (chunk.sizes for chunk in table.chunks))
-        return plans, metadata
 
 
 class _PieceWriter(FileSystemWriter):
@@ -218,21 +265,6 @@ class _PieceWriter(FileSystemWriter):
         super().__init__(staged)
         self.staged, self.target, self.info, self.is_first = staged, target, info, is_first
 
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """A context that turns errors into CheckpointError and removes `staged` on failure."""
-        try:
-            with file_errors(NOT_WRITTEN, self.target):
-                yield
-        except BaseException:
-            if self.is_first:
-                shutil.rmtree(self.staged, ignore_errors=True)
-            raise
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Called by DCP's `async_save`. The pieces are copies already."""
-        return state_dict
-
     def storage_meta(self) -> StorageMeta | None:
         # DCP would record the path, as a pickled object, and the path is not the final path.
         return None
@@ -240,8 +272,25 @@ class _PieceWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called on the first process, with the results of all processes."""
         super().finish(metadata, results)
-        files = frozenset(entry.storage_data.relative_path for written in results for entry in written)
-        finish(self.staged, self.target, files, self.info)
+        if defect := _defect(self.staged, metadata):
+            raise CheckpointError(
+                "the checkpoint is not complete",
+                where=str(self.staged),
+                got=defect,
+                hint="all processes must share a file system, and some process must have each box of a tensor's layout",
+            )
+        table = {
+            "format": "meshweave",
+            "version": FORMAT_VERSION,
+            "checksums": torch.serialization.get_crc32_options(),
+            "info": dict(self.info),
+        }
+        with open(self.staged / TABLE, "w", encoding="utf-8") as stream:
+            json.dump(table, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync(self.staged)
+        _publish(self.staged, self.target)
 
 
 def _begin(
@@ -254,103 +303,275 @@ def _begin(
     def begin() -> Path | None:
         if work is not None:
             work()
-        return prepare(target) if is_first else None
+        return _prepare(target) if is_first else None
 
     staged = _together(begin, group)[0]
     assert staged is not None
     return _PieceWriter(staged, target, info, is_first)
 
 
+def _write(
+    tensors: Mapping[str, ShardedTensorView], writer: _PieceWriter, group: dist.ProcessGroup | None, is_alone: bool
+) -> None:
+    """Write and publish. On failure `staged` is removed, and the error is a CheckpointError, or Ctrl-C."""
+    try:
+        with _errors(NOT_WRITTEN, writer.target):
+            dcp_save(
+                dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=is_alone
+            )
+    except BaseException:
+        if writer.is_first:
+            shutil.rmtree(writer.staged, ignore_errors=True)
+        raise
+
+
+def _write_beside_steps(
+    tensors: Mapping[str, ShardedTensorView], writer: _PieceWriter, group: dist.ProcessGroup | None, is_alone: bool
+) -> None:
+    """`_write` on a thread."""
+    try:
+        _write(tensors, writer, group, is_alone)
+    except BaseException as error:
+        is_left = not is_alone and not dist.is_initialized()
+        hint = "destroy_process_group() ran during the save: wait for the future that async_save returns first"
+        got = f"{type(error).__name__}: {error}"
+        ours = CheckpointError(NOT_WRITTEN, where=str(writer.target), got=got, hint=hint if is_left else "")
+        shown = error if isinstance(error, MeshweaveError) and not is_left else ours
+        _LOG.error("%s: an asynchronous save failed: %s", writer.target, shown)
+        raise shown from (error if shown is ours else None)
+
+
+def _prepare(target: Path) -> Path:
+    """A new directory to write into. CheckpointError if `target` is anything but a checkpoint."""
+    if target.exists():
+        strange = [target] if not target.is_dir() else [p for p in target.iterdir() if not OUR_FILES.fullmatch(p.name)]
+        if strange:
+            raise CheckpointError(
+                "the path contains something that is not a checkpoint, and it will not be replaced",
+                where=str(target),
+                got=", ".join(p.name for p in strange[:3]),
+                hint="save to another path, or move these away",
+            )
+    staged = _beside(target, "tmp")
+    with _errors("the checkpoint's directory cannot be created", staged):
+        staged.mkdir(parents=True)
+    return staged
+
+
+def _publish(staged: Path, target: Path) -> None:
+    """Rename the finished directory; what was at `target` is removed afterwards."""
+    replaced = _beside(target, "old")
+    try:
+        if target.exists():
+            target.rename(replaced)
+        staged.rename(target)
+    except BaseException:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise
+    _sync(target.parent)
+    for junk in (*_leftovers(target, "old"), *_leftovers(target, "tmp")):
+        shutil.rmtree(junk, ignore_errors=True)
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f"{target.name}.{kind}-{uuid.uuid4().hex[:8]}")
+
+
+def _leftovers(target: Path, kind: str) -> list[Path]:
+    """Leftovers of unfinished saves beside `target`, newest first; `kind` is tmp or old."""
+    pattern = re.compile(re.escape(target.name) + rf"\.{kind}-[0-9a-f]{{8}}")
+    leftovers = [p for p in target.parent.glob("*") if pattern.fullmatch(p.name)] if target.parent.is_dir() else []
+    return sorted(leftovers, key=lambda p: p.stat().st_mtime, reverse=True)
+
+
+def _sync(directory: Path) -> None:
+    """Make the directory entries in `directory` durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 # Reading.
 
 
-class _Reader(PieceReader):
-    """Reads with metadata that has been checked already. Checks each piece's checksums, and caches the last piece,
-    because several wanted boxes in a row may be cut from it."""
+class _LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner for views. Entries of bytes, which it would unpickle, are refused before (`_read_metadata`)."""
 
-    def __init__(self, path: Path, metadata: Metadata, checksums: bool) -> None:
-        super().__init__(path)
-        self._metadata, self._checksums = metadata, checksums
-        self._last: tuple[StorageInfo | None, bytes] = (None, b"")
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    def content(self, piece: StorageInfo, read: Callable[[], bytes]) -> bytes:
-        if self._last[0] is not piece:
-            content = read()
-            if self._checksums:
-                self._check(content, piece)
-            self._last = (piece, content)
-        return self._last[1]
-
-    def _check(self, content: bytes, piece: StorageInfo) -> None:
-        # A piece is a zip archive written by torch.save. torch.load does not compare its checksums; zipfile does.
-        with zipfile.ZipFile(BytesIO(content)) as archive:
-            if archive.testzip() is not None:
-                raise damaged(Path(self.path), f"wrong checksum in {piece.relative_path}")
-
-
-class _LoadPlanner(LoadPlanner):
-    """DCP's resharding for views, without unpickling: DCP's default planner would unpickle bytes without
-    restriction."""
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        assert metadata is not None
-        self._views: Mapping[str, ShardedTensorView] = state_dict
-        self._metadata = metadata
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
-    def create_local_plan(self) -> LoadPlan:
-        plan = create_default_local_load_plan(dict(self._views), self._metadata)
-        read: dict[str, int] = {}
-        for item in plan.items:
-            read[item.dest_index.fqn] = read.get(item.dest_index.fqn, 0) + prod(item.lengths)
-        for name, view in self._views.items():
-            needed = sum(box.num_elements for box, _ in view.distinct())
-            check_cover(name, (needed,), ((read.get(name, 0),),))
-        plan.items.sort(key=lambda item: (item.storage_index.fqn, tuple(item.storage_index.offset or ())))
-        return plan
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        raise AssertionError("tables of pieces have no entries of bytes")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        tensor = self._views[read_item.dest_index.fqn].__get_tensor_shard__(read_item.dest_index).detach()
-        box = zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        return tensor[tuple(slice(offset, offset + length) for offset, length in box)]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the piece was copied in place."""
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        view: ShardedTensorView = self.state_dict[index.fqn]
+        return view.__get_tensor_shard__(index).detach()
 
 
 def _load(target: Path, wanted: Mapping[str, ShardedTensorView]) -> dict[str, int | str]:
     path = _find(target)
-    with file_errors("the checkpoint cannot be read", path):
-        table = read_table(path)
-        metadata = read_metadata(path, table["files"])
-        check_model(path, metadata, wanted)
-        reader = _Reader(path, metadata, table["checksums"])
-        with _alone_is_fine():
-            dcp_load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
+    with _errors("the checkpoint cannot be read", path):
+        table = _read_table(path)
+        metadata = _read_metadata(path)
+        _check_model(path, _specs(metadata), {name: Spec(view.shape, view.dtype) for name, view in wanted.items()})
+        reader = CheckedReader(path, metadata, partial(_check_piece, path) if table["checksums"] else None)
+        dcp_load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
     for view in wanted.values():
         view.repeat()
     return dict(table["info"])
 
 
 def _find(target: Path) -> Path:
-    path = target if target.exists() else next(iter(leftovers(target, "old")), None)
+    path = target if target.exists() else next(iter(_leftovers(target, "old")), None)
     if path is None:
         near = difflib.get_close_matches(target.name, [p.name for p in target.parent.glob("*")])
         raise CheckpointError(
             "there is no checkpoint at this path",
             where=str(target),
             expected=" or ".join(near),
-            hint="a save to this path is not finished, or was killed" if leftovers(target, "tmp") else "",
+            hint="a save to this path is not finished, or was killed" if _leftovers(target, "tmp") else "",
         )
     return path
+
+
+def _check_piece(path: Path, name: str, content: bytes) -> None:
+    """A piece is a zip archive written by torch.save. torch.load does not compare its checksums; zipfile does."""
+    with zipfile.ZipFile(BytesIO(content)) as archive:
+        if archive.testzip() is not None:
+            raise _damaged(path, f"wrong checksum in {name}")
+
+
+def _not_ours(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        "this is not a meshweave checkpoint",
+        where=str(path),
+        got=got,
+        expected=f"a directory with {TABLE} and {METADATA}",
+    )
+
+
+def _damaged(path: Path, got: str) -> CheckpointError:
+    return CheckpointError("the checkpoint is damaged", where=str(path), got=got, hint="use an earlier checkpoint")
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    if not (path / TABLE).is_file():
+        raise _not_ours(path, "a file" if path.is_file() else f"no {TABLE}")
+    try:
+        table = json.loads((path / TABLE).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _damaged(path, f"{TABLE}: {error}") from error
+    if not isinstance(table, dict) or table.get("format") != "meshweave":
+        raise _not_ours(path, f"another {TABLE}")
+    if table.get("version") not in range(1, FORMAT_VERSION + 1):
+        raise CheckpointError(
+            "unknown format version of the checkpoint",
+            where=str(path),
+            got=f"version {table.get('version')}",
+            expected=f"version {FORMAT_VERSION}",
+            hint="load it with the version of meshweave that wrote it, or a newer version",
+        )
+    if not isinstance(table.get("info"), dict) or not isinstance(table.get("checksums"), bool):
+        raise _damaged(path, f"{TABLE} has no valid info")
+    return table
+
+
+# The only classes that a table of pieces needs. Loading any other name would let the file choose what runs.
+_ALLOWED: Mapping[tuple[str, str], Any] = {
+    **{
+        (kind.__module__, kind.__qualname__): kind
+        for kind in (
+            Metadata,
+            MetadataIndex,
+            ChunkStorageMetadata,
+            TensorStorageMetadata,
+            TensorProperties,
+            *PICKLED,
+        )
+    },
+    ("torch", "Size"): torch.Size,
+    **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
+}
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise CheckpointError(
+                "the checkpoint's metadata contains more than tables of pieces, and was not loaded",
+                got=f"{module}.{name}",
+                expected="the metadata classes of torch.distributed.checkpoint",
+                hint="do not use this file: it may be an attempt to run code on your machine",
+            )
+        return _ALLOWED[module, name]
+
+
+def _read_metadata(path: Path) -> Metadata:
+    """The tables of pieces, after a check that they contain nothing else, and that the files contain the pieces."""
+    try:
+        with open(path / METADATA, "rb") as stream:
+            metadata = _TableUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError("no tables of pieces")
+        for name, table in metadata.state_dict_metadata.items():
+            if not isinstance(table, TensorStorageMetadata):
+                raise ValueError(f"'{name}' is not a tensor")
+        for stored in metadata.storage_data.values():
+            if not OUR_FILES.fullmatch(stored.relative_path) or stored.transform_descriptors:
+                raise ValueError(f"a piece in the file {stored.relative_path!r}")
+    except MeshweaveError:
+        raise
+    except Exception as error:
+        raise _damaged(path, f"{METADATA}: {type(error).__name__}: {error}") from error
+    if defect := _defect(path, metadata):
+        raise _damaged(path, defect)
+    return metadata
+
+
+def _defect(path: Path, metadata: Metadata) -> str:
+    """Says which tensor has gaps, or which data file is missing or too short for its pieces; empty if none is."""
+    for name, table in metadata.state_dict_metadata.items():
+        assert isinstance(table, TensorStorageMetadata), "of tables of pieces"
+        covered, total = sum(prod(chunk.sizes) for chunk in table.chunks), prod(table.size)
+        if covered != total:
+            return f"pieces of '{name}' with {covered} of {total} elements"
+    ends: dict[str, int] = {}
+    for stored in metadata.storage_data.values():
+        ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+    for name, end in sorted(ends.items()):
+        if not (path / name).is_file():
+            return f"{name} is missing"
+        if (path / name).stat().st_size < end:
+            return f"{name} has {(path / name).stat().st_size} of {end} bytes"
+    return ""
+
+
+def _specs(metadata: Metadata) -> dict[str, Spec]:
+    tables = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+    return {name: Spec(tuple(table.size), table.properties.dtype) for name, table in tables.items()}
+
+
+def _check_model(path: Path, saved: Mapping[str, Spec], wanted: Mapping[str, Spec]) -> None:
+    missing = [name for name in wanted if name not in saved]
+    unexpected = [name for name in saved if name not in wanted]
+    differing = [
+        f"{name} is {saved[name]}, not {spec}" for name, spec in wanted.items() if name in saved and saved[name] != spec
+    ]
+    if not missing and not unexpected and not differing:
+        return
+    parts = [("missing", missing), ("unexpected", unexpected), ("different", differing)]
+    near = [(name, match) for name in missing[:3] for match in difflib.get_close_matches(name, unexpected, 1)]
+    raise CheckpointError(
+        "the checkpoint is of another model",
+        where=str(path),
+        got="; ".join(
+            f"{len(names)} {label}: {', '.join([*names[:3], '...'] if len(names) > 3 else names)}"
+            for label, names in parts
+            if names
+        ),
+        expected="the same names, shapes and dtypes as the model's",
+        hint="; ".join(f"'{name}' may be the checkpoint's '{match}'" for name, match in near),
+    )

@@ -23,7 +23,7 @@ from meshweave.runtime.weight_files import WeightFiles
 from meshweave.runtime.world import boxes_of
 
 if TYPE_CHECKING:
-    from meshweave.runtime.checkpoint_tables import ShardedTensorView
+    from meshweave.runtime.checkpoint import ShardedTensorView
 
 Key = tuple[str, str]
 LASTING = ("param", "buffer", "state")
@@ -190,7 +190,7 @@ class State:
 
     def views(self) -> dict[str, ShardedTensorView]:
         """Checkpoint names (`param/...`, `buffer/...`, `state/...`) to the local pieces, which a load fills."""
-        from meshweave.runtime.checkpoint_tables import ShardedTensorView
+        from meshweave.runtime.checkpoint import ShardedTensorView
 
         return {
             f"{item.kind}/{item.name}": ShardedTensorView(
