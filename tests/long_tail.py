@@ -159,7 +159,6 @@ LONG_TAIL: Mapping[str, tuple[str, ...]] = {
         "runtime/test_cluster.py::test_a_rank_that_raises_is_named_on_every_rank[0]",
         "runtime/test_saves.py::test_a_script_of_two_processes_that_ends_finishes_it",
         "runtime/test_weight_files.py::test_a_process_has_its_pieces_alone_in_memory",
-        "runtime/test_written_cluster.py::test_what_ranks_write_differently_is_an_error_on_all[weights, one rank]",
         "test_cli.py::test_ctrl_c_under_torchrun_saves_on_all_ranks_after_the_same_step",
         "calibrate/test_automatic.py::test_a_job_measures_once_and_again_where_what_is_kept_is_not_to_be_used",
         "test_variants_cluster.py::test_short_batches_and_evaluation_share_one_state[fsdp=2-all]",

@@ -29,7 +29,6 @@ from meshweave.ir.layout import Layout
 from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.initialize import materialize
-from meshweave.runtime.loss import loss_value
 from meshweave.runtime.optimizer_state import OptimizerState
 from meshweave.runtime.session import Session, SessionSettings
 from meshweave.runtime.state import State
@@ -115,7 +114,7 @@ class TrainStep:
         with self._call("step" if accumulate is None else f"step(accumulate={accumulate})", batch) as checked:
             variant, micros, numbers = self._prepared(checked, accumulate)
             loss = variant.session.run(micros, numbers, partial(self._stepped, variant))
-        return loss_value(loss)
+        return loss
 
     def trace(self, batch: Any) -> Simulation:
         """Train on one batch as a call does, and measure when every task and communication ran on every device.
@@ -141,7 +140,7 @@ class TrainStep:
     def evaluate(self, batch: Any, *, training: bool = False) -> Tensor:
         """The loss of a batch, with `model.eval()` (or, for `training`, with the current modes of the modules). Neither
         parameters nor buffers are updated. On a cluster all ranks call it."""
-        return loss_value(self._forward_alone(batch, "loss", training)[0])
+        return self._forward_alone(batch, "loss", training)[0]
 
     def forward_only(self, batch: Any, *, training: bool = False) -> Any:
         """The model's outputs for a batch, as whole tensors on every process; the batch needs no labels. Modes and
@@ -168,7 +167,7 @@ class TrainStep:
             self._first_numbers(self.variants.first)
             self.guards.check(checked)
             self.variants.compare(self.variants.first, checked, 1, self._groups)
-            return loss_value(self.session.forward(dict(zip(checked.names, checked.tensors, strict=True))))
+            return self.session.forward(dict(zip(checked.names, checked.tensors, strict=True)))
 
     def backward(self) -> None:
         """Gradients of the microbatch that went through `forward`, reduced over the mesh."""

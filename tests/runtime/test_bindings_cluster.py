@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 import meshweave as mw
-from meshweave.errors import StepError
 from meshweave.runtime.cluster import shutdown
 
 pytestmark = pytest.mark.multiprocess
@@ -107,10 +106,6 @@ def job_script(pipe: Connection, mesh: str) -> dict[str, Any]:
         (p.to_local() if isinstance(p, DTensor) else p).data_ptr() == pieces["param", name][0].data_ptr()
         for name, p in model.named_parameters()
     )
-    if "fsdp" in mesh:  # PyTorch itself loses what is assigned to .data of a DTensor
-        model.middle.weight.data = model.middle.weight.data * 0.5
-        with pytest.raises(StepError, match=r"assigned to \.data of the parameter 'middle\.weight'"):
-            step(DATA[0])
     shutdown(step.session.world)
     return {"dtensors": {type(p) is not nn.Parameter for p in model.parameters()}, "shared": shared}
 

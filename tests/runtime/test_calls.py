@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
@@ -100,19 +99,6 @@ def two_models(step: mw.TrainStep, rank: int) -> None:
     (step if rank else other)(rows(8))
 
 
-def forward_alone(step: mw.TrainStep, rank: int) -> None:
-    if rank == 1:
-        step.model(rows(8)["input"])
-    step(rows(8))
-
-
-def layer_alone(step: mw.TrainStep, rank: int) -> None:
-    model = copy.deepcopy(step.model)
-    if rank == 1:
-        model[0](rows(8)["input"])
-    step(rows(8))
-
-
 def compile_alone(step: mw.TrainStep, rank: int) -> None:
     if rank == 1:
         made("dp=2")
@@ -165,8 +151,6 @@ SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, 
         leave_early,
         ("has ended its script", "call 5", "never, its script has ended after call 4 (step"),
     ),
-    "forward": ("fsdp=2", forward_alone, ("call 3", "rank 0: step", "rank 1: forward of Sequential")),
-    "layer": ("fsdp=2", layer_alone, ("call 3", "rank 0: step", "rank 1: forward of Linear")),
     "compile": ("dp=2", compile_alone, ("call 3", "rank 0: step", "rank 1: mw.compile")),
     "compile first": ("dp=2", lambda step, rank: compile_alone(step, 1 - rank), ("rank 0: mw.compile", "rank 1: step")),
     "eval": (

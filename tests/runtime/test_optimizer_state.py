@@ -15,7 +15,6 @@ from tests.training import assert_tensors, batches, compile_once, mse
 from torch import Tensor, nn
 
 import meshweave as mw
-from meshweave.errors import StepError
 
 MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1, amsgrad=True),
@@ -162,26 +161,6 @@ def test_a_run_goes_on_with_its_schedule(tmp_path: Path) -> None:
 
     saved: dict[str, Any] = {}
     assert rates(0, 4, saved) + rates(4, 8, saved) == rates(0, 8, {})
-
-
-SHARED = {
-    "slots of a parameter": (0, 0, ("exp_avg", "exp_avg_sq")),
-    "a slot of two parameters": (3, 4, ("exp_avg", "exp_avg")),
-    "step counts": (0, 1, ("step", "step")),
-}
-
-
-@pytest.mark.parametrize("mesh", ["", "fsdp=2,tp=2"])
-@pytest.mark.parametrize("row", SHARED)
-def test_state_in_one_memory_is_an_error(row: str, mesh: str) -> None:
-    first, second, slots = SHARED[row]
-    ours, _ = pair("adamw", mesh)
-    ours.train(DATA[0])
-    params = [*ours.model.parameters()]
-    state = ours.optimizer.state
-    state[params[second]][slots[1]] = state[params[first]][slots[0]]
-    with pytest.raises(StepError, match=f"'{slots[1]}' of .* shares memory with the optimizer's '{slots[0]}' of"):
-        ours.train(DATA[1])
 
 
 def test_state_between_the_elements_of_other_state_is_its_own() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,40 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshweave.errors import StepError
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.runtime.bindings import Bindings, Bound, Form
-from meshweave.runtime.fingerprint import fingerprint
+from meshweave.runtime.bindings import Bound, Form
 
 ITEM = Input("param", "w", Spec((4, 2), torch.float32))
-
-
-@dataclass
-class Alone:
-    """A world without other processes, or with them."""
-
-    is_distributed: bool = False
-
-
-@dataclass
-class WholeValue:
-    """A state with a single value."""
-
-    value: Tensor
-
-    def matches(self, item: Input, layout: Layout, tensor: Tensor) -> bool:
-        return torch.equal(self.value, tensor)
 
 
 def bound(form: Form, tensor: Tensor | None = None) -> Bound:
     own = nn.Parameter(torch.arange(8.0).reshape(4, 2)) if tensor is None else tensor
     return Bound(ITEM, Layout.replicated(Mesh("d=2"), 2), own, form)
-
-
-def bindings(its: Bound, *, is_distributed: bool) -> Bindings:
-    return Bindings(Alone(is_distributed), {its.key: its})  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -84,40 +60,16 @@ SHOWN: list[tuple[Write, bool]] = [
 def test_a_tensor_is_unwritten_until_the_user_writes_it_and_again_once_settled(
     write: Write, is_shown: bool, form: Form
 ) -> None:
+    """Of a copy every write shows by its values; shared memory has what left no trace, too."""
     its = bound(form)
-    assert not its.is_unwritten  # no step has seen it
+    assert its.is_written  # no step has seen it
     its.settle()
-    assert its.is_unwritten
+    assert not its.is_written
     write(its.tensor)
-    assert its.is_unwritten == (not is_shown)
+    assert its.is_written == (is_shown or (form == "copy" and write is not nothing))
     its.settle()
-    assert its.is_unwritten
+    assert not its.is_written
     assert its.mark[0] == its.tensor.data_ptr()
-
-
-@pytest.mark.parametrize("is_distributed", [False, True])
-@pytest.mark.parametrize("write", [write for write, _ in SHOWN])
-def test_of_a_copy_every_write_shows_by_its_values(write: Write, is_distributed: bool) -> None:
-    """Of what has no trace: alone by the pieces, with other processes by the fingerprint when it was settled."""
-    its = bound("copy")
-    table, state = bindings(its, is_distributed=is_distributed), WholeValue(its.tensor.detach().clone())
-    table.settle(its)
-    assert its.values == (int(fingerprint(its.tensor)) if is_distributed else 0)
-    assert not table.differs(state, its)  # type: ignore[arg-type]
-    write(its.tensor)
-    assert table.differs(state, its) == (write is not nothing)  # type: ignore[arg-type]
-    state.value = its.tensor.detach().clone()
-    table.settle(its)
-    assert not table.differs(state, its)  # type: ignore[arg-type]
-
-
-def test_values_of_shared_memory_are_not_read() -> None:
-    its = bound("shared")
-    table = bindings(its, is_distributed=True)
-    table.settle(its)
-    assert its.values == 0
-    by_data(its.tensor)  # the piece has it, too
-    assert not table.differs(WholeValue(torch.zeros(0)), its)  # type: ignore[arg-type]
 
 
 def test_a_tensor_that_gets_a_piece_is_settled() -> None:
@@ -125,24 +77,7 @@ def test_a_tensor_that_gets_a_piece_is_settled() -> None:
     its.settle()
     its.share(piece)
     assert its.tensor.data_ptr() == piece.data_ptr()
-    assert its.is_unwritten
-
-
-def test_a_write_of_the_step_counts_for_autograd_and_not_as_one_of_the_users() -> None:
-    its = bound("shared")
-    table = bindings(its, is_distributed=False)
-    table.settle(its)
-    loss = (its.tensor * its.tensor).sum()
-    table.written_by_step([its.key])
-    assert its.is_unwritten
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_a_tensor_that_was_never_settled_stays_so_after_a_step() -> None:
-    its = bound("shared")
-    bindings(its, is_distributed=False).written_by_step([its.key])
-    assert its.mark == (0, -1)
+    assert not its.is_written
 
 
 @pytest.fixture
@@ -163,9 +98,9 @@ def test_of_a_dtensor_the_piece_is_marked(single: Any) -> None:
     its.settle()
     assert its.memory.data_ptr() == its.tensor.to_local().data_ptr() == its.mark[0]  # type: ignore[attr-defined]
     in_place(its.tensor.to_local())  # type: ignore[attr-defined]
-    assert not its.is_unwritten
+    assert its.is_written
     its.settle()
-    assert its.is_unwritten
+    assert not its.is_written
 
 
 def test_a_write_in_place_to_a_dtensor_shows(single: Any) -> None:
@@ -173,32 +108,6 @@ def test_a_write_in_place_to_a_dtensor_shows(single: Any) -> None:
     its = bound("dtensor", sharded(single))
     its.settle()
     in_place(its.tensor)
-    assert not its.is_unwritten
+    assert its.is_written
     its.settle()
-    assert its.is_unwritten
-
-
-def test_values_assigned_to_a_dtensor_are_lost_and_an_error(single: Any) -> None:
-    """However often the tensor is settled: its first storage is compared."""
-    its = bound("dtensor", sharded(single))
-    its.check_assigned()  # nothing is known of it yet
-    its.settle()
-    its.check_assigned()
-    its.tensor.data = sharded(single, 3.0).data
-    its.settle()
-    with pytest.raises(
-        StepError, match=r"other values were assigned to \.data of the parameter 'w', and are lost"
-    ) as e:
-        its.check_assigned()
-    assert e.value.hint == "with torch.no_grad(): p.copy_(values), or p.data.copy_(values)"
-
-
-def test_a_dtensor_that_was_swapped_has_another_storage_from_then_on(single: Any) -> None:
-    its = bound("dtensor", sharded(single))
-    its.settle()
-    torch.utils.swap_tensors(its.tensor, sharded(single, 3.0))
-    its.check_assigned()
-    assert not its.is_unwritten
-    its.settle()
-    its.check_assigned()
-    assert its.is_unwritten
+    assert not its.is_written

@@ -1,22 +1,19 @@
-"""What is written between steps on one rank alone, or differently on each, is an error on every rank."""
+"""What every rank writes between steps counts in the next step."""
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.processes import Job
 from tests.training import batches, mse
 from torch import nn
 
 import meshweave as mw
-from meshweave.errors import StepError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -29,25 +26,14 @@ class Layer(nn.Linear):
 @torch.no_grad()
 def write(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Between two steps, on every rank."""
-    rank = dist.get_rank()
     params = list(model.parameters())
     if what == "alike":
         params[0].clamp_(-0.2, 0.2)
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    elif what == "stages":  # each rank has one of them: a write to the other leaves no trace here
+    else:  # each rank has one of the stages: a write to the other leaves no trace here
         for p in params[-2:]:
             p.mul_(0.5)
             optimizer.state[p]["exp_avg"].mul_(0.5)
-    elif what == "weights":
-        params[0].add_(rank)
-    elif what == "weights, one rank" and rank == 1:
-        params[0].add_(1)
-    elif what == "state":
-        optimizer.state[params[0]]["exp_avg"].add_(rank)
-    elif what == "state, one rank" and rank == 0:
-        optimizer.state[params[0]]["exp_avg"].zero_()
-    elif what == "count":
-        optimizer.state[params[0]]["step"].add_(rank)
 
 
 class Stages(nn.Module):
@@ -68,28 +54,7 @@ def job_written(pipe: Connection, what: str) -> dict[str, Any]:
     for batch in data[:2]:
         step(batch)
     write(what, model, optimizer)
-    began = time.monotonic()
-    try:
-        for batch in data[2:]:
-            loss = float(step(batch))
-    except StepError as error:
-        return {"what": error.what, "text": str(error), "fast": time.monotonic() - began < 60}
-    return {"loss": loss}
-
-
-@pytest.mark.parametrize("what", ["weights", "weights, one rank", "state", "state, one rank", "count"])
-def test_what_ranks_write_differently_is_an_error_on_all(start: Callable[..., Job], what: str) -> None:
-    for outcome in start("tests.runtime.test_written_cluster:job_written", 2, what).finish(240):
-        assert outcome.get("fast"), outcome
-        values = {
-            "weights": "the parameter 'weight', rank 1",
-            "state": "the optimizer's state 'exp_avg/weight', rank 1",
-        }
-        if what in values:
-            assert outcome["what"] == "ranks have written different values between two steps"
-            assert values[what] in outcome["text"]
-        else:
-            assert outcome["what"].startswith("ranks choose differently within a call")
+    return {"loss": [float(step(batch)) for batch in data[2:]][-1]}
 
 
 @pytest.mark.parametrize("what", ["alike", "stages"])

@@ -6,7 +6,7 @@ storages publicly, but is 0 for all without data; the version counter and the nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -56,12 +56,6 @@ def _bytes_of(x: torch.Tensor) -> tuple[int, int]:
     return first * x.element_size(), (last + 1) * x.element_size()
 
 
-def is_stored_in(x: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a tensor still has a storage: a DTensor has a storage without data, and another after an assignment to
-    its `.data`, which does not change its local tensor."""
-    return x.untyped_storage()._cdata == storage._cdata
-
-
 def is_unshared(x: torch.Tensor) -> bool:
     """Whether no other tensor has the storage of `x`. A view shares that of its base, which it keeps alive."""
     storage = x.untyped_storage()
@@ -74,8 +68,3 @@ def version_of(x: torch.Tensor) -> int:
         return x._version
     except RuntimeError:
         return -1
-
-
-def increase_versions(tensors: Sequence[torch.Tensor]) -> None:
-    """Count a write in place for each tensor, once; tensors of inference mode have no version."""
-    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])

@@ -12,18 +12,16 @@ from torch import Tensor, nn
 
 from meshweave.capture.guards import replaced_tensor
 from meshweave.errors import StepError
-from meshweave.interop.storages import increase_versions, is_stored_in, sharing, version_of
+from meshweave.interop.storages import sharing, version_of
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.runtime.fingerprint import fingerprint
 from meshweave.runtime.state import Key, State
 from meshweave.runtime.world import World
-from meshweave.runtime.written import Written, check_separate, check_written
 
 Mark = tuple[int, int]  # address and versions: tells whether a tensor has been written
-
-
 Form = Literal["shared", "dtensor", "copy"]
+_UNKNOWN: Mark = (0, -1)
 
 
 @dataclass(slots=True)
@@ -32,16 +30,15 @@ class Bound:
 
     `form`: "shared": it shares the memory of the local piece, which is the whole value; "dtensor": it is a DTensor with
     the memory of the local piece, if there is one; "copy": a whole copy beside the pieces. `mark` is the tensor's mark
-    when the step last wrote or read it, `values` the fingerprint of a copy that processes cannot compare with pieces.
+    when the step last wrote or read it, `values` the fingerprint of a copy at that time.
     """
 
     item: Input
     layout: Layout
     tensor: Tensor
     form: Form
-    mark: Mark = (0, -1)
+    mark: Mark = _UNKNOWN
     values: int = 0
-    wrapper: torch.UntypedStorage | None = field(init=False, default=None)  # of a DTensor, at the first `settle`
 
     @property
     def key(self) -> Key:
@@ -57,9 +54,12 @@ class Bound:
         return piece_of(self.tensor)
 
     @property
-    def is_unwritten(self) -> bool:
-        """Whether the tensor is unwritten since `settle`, as far as version and address show."""
-        return self._mark_now() == self.mark
+    def is_written(self) -> bool:
+        """Whether the user has written the tensor since `settle`. Writes through `.data` leave no trace: in shared
+        memory the state has them, too; of a copy the values are compared."""
+        if self._mark_now() != self.mark:
+            return True
+        return self.form == "copy" and int(fingerprint(self.tensor)) != self.values
 
     def _mark_now(self) -> Mark:  # of every tensor, several times a step
         memory = self.memory
@@ -81,21 +81,8 @@ class Bound:
     def settle(self) -> None:
         """Record the tensor's present state as the step's."""
         self.mark = self._mark_now()
-        if self.form == "dtensor" and self.wrapper is None:
-            self.wrapper = self.tensor.untyped_storage()
-
-    def check_assigned(self) -> None:
-        """StepError if the user has assigned to `.data` of a DTensor: PyTorch does not copy the values into it."""
-        if self.wrapper is None or is_stored_in(self.tensor, self.wrapper):
-            return
-        if self.mark[0] == self.memory.data_ptr():
-            raise StepError(
-                f"other values were assigned to .data of {_shown(self.item)}, and are lost",
-                got="p.data = ... on a DTensor, which does not change its memory, in plain PyTorch either",
-                expected="values written in place",
-                hint="with torch.no_grad(): p.copy_(values), or p.data.copy_(values)",
-            )
-        self.wrapper = self.tensor.untyped_storage()  # it was swapped with another tensor, including its memory
+        if self.form == "copy":
+            self.values = int(fingerprint(self.tensor))
 
 
 @dataclass(slots=True)
@@ -104,10 +91,8 @@ class Bindings:
 
     world: World
     bound: dict[Key, Bound] = field(default_factory=dict)
-    written: dict[Key, None] = field(default_factory=dict)  # taken over, but not yet compared over ranks
     model: nn.Module | None = None
     keys: dict[Key, Key] = field(default_factory=dict)  # by kind and any name of a tensor; tied tensors have several
-    changing: set[Key] = field(default_factory=set)  # the values that steps change
 
     def bind(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Bind the parameters and buffers of `model` to a filled state. All processes call it.
@@ -156,8 +141,7 @@ class Bindings:
             if own is not known[item.name]:
                 replaced[known[item.name]] = own
         dtensors.replace_parameters(model, optimizer, replaced)
-        dtensors.gather_in_forward(model, self.world)
-        dtensors.accept_full_tensors(model, {item.name: layout for item, layout in chosen})
+        dtensors.add_hooks(model, self.world)
 
     def form_of(self, item: Input, layout: Layout, as_dtensor: bool = False) -> Form:
         """How a tensor can be bound to a value."""
@@ -180,20 +164,14 @@ class Bindings:
         if bound is not None and bound.form != "copy":
             bound.share(piece)
 
-    def written_by_step(self, keys: Sequence[Key]) -> None:
-        """Count an update as a write in place, as it is in eager PyTorch: the version of each tensor increases, so that
-        a backward pass of the user's own that needs the old values is an error."""
-        bounds = [b for b in map(self.bound.get, keys) if b is not None and b.form != "copy" and b.mark[1] >= 0]
-        increase_versions([*(b.tensor for b in bounds), *(b.memory for b in bounds if b.form == "dtensor")])
-        for bound in bounds:
-            bound.mark = bound.mark[0], bound.mark[1] + (2 if bound.form == "dtensor" else 1)
-
     def publish(self, state: State, keys: Collection[Key] | None = None) -> None:
         """Copy the state's values to the module's tensors: all, or after an update those of `keys` that it has not
         renewed. All processes call it."""
         for key, bound in self.bound.items():
             if keys is None or (key in keys and (bound.form == "copy" or key[0] == "buffer")):
                 self._bring(state, bound)
+            elif key in keys:
+                bound.settle()
 
     def _bring(self, state: State, bound: Bound) -> None:
         pieces = state.pieces[bound.key]
@@ -203,141 +181,68 @@ class Bindings:
                 set_values(bound.tensor, whole)
             else:
                 bound.tensor.detach().copy_(whole)
-            self.settle(bound)
+            bound.settle()
         elif pieces:
             bound.share(pieces[0])
-
-    def settle(self, bound: Bound) -> None:
-        """Record the tensor's present state as the step's."""
-        bound.settle()
-        if bound.form == "copy" and self.world.is_distributed:
-            bound.values = int(fingerprint(bound.tensor))
 
     def keep(self, state: State) -> None:
         """Drop the tensors of `optimizer.state` that another state does not have."""
         self.bound = {key: bound for key, bound in self.bound.items() if key in state.pieces}
 
-    def take_over(self, state: State, *, is_compared: bool = False) -> None:
+    def take_over(self, state: State, *, is_followed: bool = False) -> None:
         """Cut new pieces of the tensors that the user has written since the step last did: load_state_dict, weights
-        swapped with their average, an assignment to `.data`.
-
-        StepError for another shape or dtype, and for a torn state; and, on every rank, if values taken over since the
-        last comparison differ among ranks (`is_compared`: all processes call it)."""
+        swapped with their average. `is_followed`: `follow` has been called already. StepError for another shape or
+        dtype, and for a torn state."""
         state.check_usable()
-        if not is_compared:  # else the guards of the step have seen to it
+        if not is_followed:
             self.follow(is_strict=False)
-        written = [b for b in self.bound.values() if b.item.kind != "state" and self._is_written(state, b)]
-        if written:
-            self._check_separate()
-        for bound in written:
-            _check_spec(bound.item, bound.tensor)
-            self._take(state, bound)
-            self.note_written(bound)
-        if is_compared:
-            compared = [self._written(self.bound[key]) for key in self.written if key in self.bound]
-            self.written.clear()
-            check_written(self.world, compared)
+        for bound in self.bound.values():
+            if bound.item.kind != "state" and bound.is_written:
+                _check_spec(bound.item, bound.tensor)
+                self._take(state, bound)
 
-    def written_since(self, state: State) -> list[str]:
+    def names_written(self) -> list[str]:
         """The parameters and buffers that were written since the step last did."""
-        bounds = [bound for bound in self.bound.values() if bound.item.kind != "state"]
-        return [b.item.name for b in bounds if self.differs(state, b)]
-
-    def _is_written(self, state: State, bound: Bound) -> bool:
-        bound.check_assigned()
-        return self.differs(state, bound)
-
-    def differs(self, state: State, bound: Bound) -> bool:
-        """Whether the user has written a tensor since `settle`, by whatever way."""
-        return not bound.is_unwritten or (bound.form == "copy" and not self._is_same(state, bound))
-
-    def _check_separate(self) -> None:
-        """StepError if the user has put a value that steps change into the memory of another parameter or buffer."""
-        its = [b for b in self.bound.values() if b.item.kind != "state"]
-        check_separate(
-            {_shown(b.item): b.memory for b in its if b.key in self.changing},
-            {_shown(b.item): b.memory for b in its if b.key not in self.changing},
-        )
-
-    def note_written(self, bound: Bound) -> None:
-        """Compare a tensor over ranks next time."""
-        if self.is_everywhere(bound):
-            self.written[bound.key] = None
-
-    def is_everywhere(self, bound: Bound) -> bool:
-        """Whether every rank sees a write to a tensor: ranks without a piece of a DTensor, as in another stage of a
-        pipeline, do not, nor do those whose piece has no elements (a bias of a single number, on two ranks)."""
-        if bound.form != "dtensor":
-            return True
-        shape, devices = bound.item.spec.shape, self.world.mesh.devices
-        return bound.layout.mesh.covers(devices) and all(bound.layout.box_of(shape, d).num_elements for d in devices)
-
-    def _written(self, bound: Bound) -> Written:
-        ranks, layout, shape = self.world.mesh.devices, bound.layout, bound.item.spec.shape
-        is_piece = bound.form == "dtensor"
-        places = {r: layout.box_of(shape, r) if is_piece else None for r in ranks if r in layout.mesh or not is_piece}
-        return Written(_shown(bound.item), bound.memory, places)
+        return [b.item.name for b in self.bound.values() if b.item.kind != "state" and b.is_written]
 
     def _take(self, state: State, bound: Bound) -> None:
+        """Copy what was written into the pieces, unless they have it already."""
         if bound.form == "copy":
             state.put(bound.item, bound.layout, bound.tensor)
-            self.settle(bound)
-        for piece in state.pieces[bound.key] if bound.form != "copy" else ():
-            if bound.memory.shape != piece.shape:
-                raise _another(bound.item, f"a piece of shape {list(bound.memory.shape)}", f"{list(piece.shape)}")
-            state.pieces[bound.key] = [bound.memory.detach().to(state.device).contiguous()]
-            bound.share(*state.pieces[bound.key])
+            bound.settle()
+            return
+        memory = bound.memory.detach()
+        for piece in state.pieces[bound.key]:
+            if memory.shape != piece.shape:
+                raise _another(bound.item, f"a piece of shape {list(memory.shape)}", f"{list(piece.shape)}")
+            if (memory.data_ptr(), memory.stride()) != (piece.data_ptr(), piece.stride()):
+                piece.copy_(memory.clone())
+            bound.share(piece)
 
     def follow(self, *, is_strict: bool = True) -> None:
         """Bind the buffers that the user has assigned to the module. StepError, if `is_strict`, for another parameter,
-        and for tensors that were tied or separate when they were bound, and no longer are: then a step is impossible,
-        but the state can still be saved."""
-        now: dict[Key, Tensor] = {}
+        and for buffers that were tied when they were bound, or are now: then a step is impossible, but the state can
+        still be saved."""
         owners: dict[int, Key] = {}
         for key, tensor in _tensors_of(self.model) if self.model is not None else ():
             own = self.keys.get(key, key)
             if own not in self.bound:
                 continue
-            is_other = own[0] == "param" and tensor is not self.bound[own].tensor
-            is_retied = now.setdefault(own, tensor) is not tensor or owners.setdefault(id(tensor), own) != own
-            if (is_other or is_retied) and not is_strict:
-                return
-            if is_other:
-                raise replaced_tensor("param", own[1], f"model.{key[1]}", str(Spec(tuple(tensor.shape), tensor.dtype)))
-            if is_retied:
-                raise _retied(key, owners.get(id(tensor), own))
-        for key, tensor in now.items():
-            if tensor is not self.bound[key].tensor:
-                self._replace(*key, tensor)
-
-    def _replace(self, kind: str, name: str, tensor: Tensor) -> None:
-        """Bind another tensor that the user has assigned to a buffer of the module. StepError for another shape or
-        dtype."""
-        bound = self.bound[kind, name]
-        _check_spec(bound.item, tensor)
-        bound.tensor, bound.mark = tensor, (0, -1)
-
-    def _is_same(self, state: State, bound: Bound) -> bool:
-        """Whether a copy has the values that the step gave it: writes through `.data` leave no other trace. A process
-        may not have the pieces, but all have to see the same."""
-        if self.world.is_distributed:
-            return bound.values == int(fingerprint(bound.tensor))
-        return state.matches(bound.item, bound.layout, bound.tensor)
+            is_tied = owners.setdefault(id(tensor), own) != own
+            if tensor is self.bound[own].tensor and not is_tied:
+                continue
+            if is_tied or key != own or key[0] == "param":
+                if not is_strict:
+                    return
+                raise replaced_tensor(*key, f"model.{key[1]}", str(Spec(tuple(tensor.shape), tensor.dtype)))
+            _check_spec(self.bound[own].item, tensor)
+            self.bound[own].tensor, self.bound[own].mark = tensor, _UNKNOWN
 
 
 def _tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
     """The parameters and buffers of a model, under each of their names."""
     yield from ((("param", n), p) for n, p in model.named_parameters(remove_duplicate=False))
     yield from ((("buffer", n), b) for n, b in model.named_buffers(remove_duplicate=False))
-
-
-def _retied(key: Key, other: Key) -> StepError:
-    return StepError(
-        "tensors of the model were tied or untied after compile",
-        where=f"'{key[1]}', which was or is the tensor '{other[1]}'",
-        expected="the same names for each tensor as when the step was compiled",
-        hint="step.save(path), compile again, step.load(path)",
-    )
 
 
 def set_values(tensor: Tensor, piece: Tensor) -> None:

@@ -3,18 +3,13 @@ because importing DTensor is slow."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshweave.errors import MeshweaveError
 from meshweave.interop.dtensor import local_tensor, set_local_tensor
 from meshweave.interop.hooks import forward_pre_hooks
 from meshweave.interop.modules import own_parameters
@@ -61,92 +56,38 @@ def replace_parameters(
         replace_in_optimizer(optimizer, replaced)
 
 
-def gather_in_forward(model: nn.Module, world: World) -> None:
-    """Let `model(x)` run on plain tensors: each module's sharded parameters are whole while its forward runs, as after
-    `fully_shard`. Gradients arrive at the DTensors.
-
-    The outermost forward is a call of `world`, which all ranks make: on a single rank it is an error on every rank. A
-    model that already has the hooks switches to the new world.
-    """
-    modules = [m for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters())]
-    known = next((hooks for module in modules for hooks in _hooks_of(module)), None)
-    hooks = known or ForwardHooks(world)
-    hooks.world = world
-    for module in modules:
-        if not _hooks_of(module):
-            module.register_forward_pre_hook(hooks.enter)
-            module.register_forward_hook(hooks.leave, always_call=True)
-
-
-@dataclass(slots=True)
-class _Forward:
-    """The running outermost forward, how often its module is entered, and the exception being handled when it began."""
-
-    module: nn.Module
-    call: AbstractContextManager[None]
-    handled: BaseException | None
-    num_entered: int = 1
-
-
-class ForwardHooks:
-    """Hooks before and after the forward of each module of a model. A copy of the model has the same hooks."""
+class GatherHooks:
+    """Hooks before and after the forward of each module of a model: its sharded parameters are whole meanwhile, as
+    after `fully_shard`. A copy of the model has the same hooks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._forward: _Forward | None = None
 
-    def __deepcopy__(self, memo: Any) -> ForwardHooks:
+    def __deepcopy__(self, memo: Any) -> GatherHooks:
         return self
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        forward = self._forward
-        if forward is not None:
-            forward.num_entered += module is forward.module
-        elif any(_is_sharded(p) for p in module.parameters()):  # not during capture, which runs on other tensors
-            call = self.world.call(f"forward of {type(module).__name__}")
-            call.__enter__()
-            self._forward = _Forward(module, call, sys.exception())
-        try:
-            for owner in _owners(module):
-                _gather(owner, self.world)
-        except BaseException as error:  # raised here it reaches the user; in `leave` it is only a note
-            forward, self._forward = self._forward, None
-            if forward is not None:
-                forward.call.__exit__(type(error), error, error.__traceback__)
-            raise
+        for owner in _owners(module):
+            _gather(owner, self.world)
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """torch calls it after a failure, too, and then raises that failure whatever is raised here."""
         for owner in _owners(module):
             _let_go(owner)
-        forward = self._forward
-        if forward is None or module is not forward.module:
-            return
-        forward.num_entered -= 1
-        if forward.num_entered:
-            return
-        self._forward = None
-        error = sys.exception()
-        if error is None or error is forward.handled:
-            forward.call.__exit__(None, None, None)
-            return
-        try:
-            forward.call.__exit__(type(error), error, error.__traceback__)
-        except MeshweaveError as first:
-            if first is not error:
-                error.add_note(str(first))
-        except Exception as raised:
-            if raised is not error:
-                raise
 
 
-def _hooks_of(module: nn.Module) -> list[ForwardHooks]:
-    owners = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(module)]
-    return [owner for owner in owners if isinstance(owner, ForwardHooks)]
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor) and not all(at.is_replicate() for at in tensor.placements)
+def add_hooks(model: nn.Module, world: World) -> None:
+    """Let `model(x)` run on plain tensors, with gradients that arrive at the DTensors, and `load_state_dict` take full
+    tensors. All ranks run the forward together. A model that already has the hooks switches to the new world."""
+    for module in model.modules():
+        known = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(module)]
+        hooks = next((hook for hook in known if isinstance(hook, GatherHooks)), None)
+        if hooks is not None:
+            hooks.world = world
+        elif any(isinstance(p, DTensor) for p in module.parameters()):
+            hooks = GatherHooks(world)
+            module.register_forward_pre_hook(hooks.enter)
+            module.register_forward_hook(hooks.leave, always_call=True)
+            module.register_load_state_dict_pre_hook(_cut_full_tensors)
 
 
 # Modules of torch whose forward reads the parameters of their children (torch/nn/modules/activation.py, and the fast
@@ -228,31 +169,19 @@ def _is_placed(tensor: DTensor, layout: Layout, shape: tuple[int, ...]) -> bool:
     return ranks == tuple(layout.mesh.devices) and tuple(tensor.placements) == dtensor_placements(layout, shape)
 
 
-def accept_full_tensors(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
-    """Let `load_state_dict` of the model and of its modules take full tensors for DTensor parameters: each rank cuts
-    its piece, nothing is sent. `layouts` are by parameter name. A state dict of DTensors is passed on unchanged."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    first = {id(p): name for name, p in model.named_parameters()}
-    known = {name: layouts[first[id(p)]] for name, p in named.items() if first[id(p)] in layouts}
-
-    def cut(its: Mapping[str, Layout], module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        own = dict(module.named_parameters(remove_duplicate=False))
-        for name, layout in its.items():
-            value, parameter = state_dict.get(prefix + name), own.get(name)
-            is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            if is_plain and isinstance(parameter, DTensor) and value.shape == parameter.shape:
-                state_dict[prefix + name] = _cut(value, layout, parameter)
-
-    for path, module in model.named_modules():
-        start = f"{path}." if path else ""
-        its = {name.removeprefix(start): layout for name, layout in known.items() if name.startswith(start)}
-        if its:
-            module.register_load_state_dict_pre_hook(partial(cut, its))
+def _cut_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Cut this rank's pieces of full tensors for the DTensors that a module itself has; nothing is sent. DTensors are
+    passed on unchanged."""
+    for name, own in own_parameters(module).items():
+        value = state_dict.get(prefix + name)
+        is_full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if is_full and isinstance(own, DTensor) and value.shape == own.shape:
+            state_dict[prefix + name] = _cut(value, own)
 
 
-def _cut(value: Tensor, layout: Layout, like: DTensor) -> Tensor:
+def _cut(value: Tensor, like: DTensor) -> Tensor:
     """This rank's piece of a full tensor, as a DTensor like another DTensor."""
-    rank = torch.distributed.get_rank()
+    rank, layout = torch.distributed.get_rank(), layout_of(like)
     if rank not in layout.mesh:
         return like.detach()
     piece = value.detach()[layout.box_of(value.shape, rank).slices()]

@@ -17,10 +17,8 @@ from meshweave.interop.storages import version_of
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.runtime.bindings import Bindings, Bound
-from meshweave.runtime.fingerprint import text_number
 from meshweave.runtime.initialize import full_values
 from meshweave.runtime.state import Key, State
-from meshweave.runtime.written import check_separate, shown_names
 
 if TYPE_CHECKING:
     from meshweave.runtime.session import Session
@@ -88,21 +86,11 @@ class OptimizerState:
         did.
 
         Missing slots begin as zeros. Returns whether anything has changed: then its numbers are to be read, too. On a
-        cluster all ranks call it, and change the same entries. StepError for a torn state."""
+        cluster all ranks change the same entries. StepError for a torn state."""
         state.check_usable()
-        changed = [
-            (item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(state, item)
-        ]
+        changed = [(item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(item)]
         now = self._numbers_now()
         numbers = [key for key, value in now.items() if _mark(value) != self.marks[key]]
-        if changed or numbers:
-            check_separate(self._tensors_now())
-        names = [item.name for item, _ in changed if self._is_everywhere(item)] + [
-            f"{slot}/{name}" for name, slot in numbers
-        ]
-        values = [None if now[key] is None else float(now[key]) for key in numbers]
-        read = f", {text_number(repr(values)):x}" if values else ""
-        self.bindings.world.choose(f"takes over {shown_names(names)}{read} of the optimizer's state")
         for item, layout in changed:
             self._take(state, item, layout)
         for key in numbers:
@@ -112,9 +100,9 @@ class OptimizerState:
     def check_unwritten(self, session: Session) -> None:
         """StepError, and the end of the step, if the user has written values in the middle of it."""
         state, now = session.state, self._numbers_now()
-        written = [item.name for item, _ in state.items if item.kind == "state" and self._is_changed(state, item)]
+        written = [item.name for item, _ in state.items if item.kind == "state" and self._is_changed(item)]
         written += [f"{slot}/{name}" for (name, slot), value in now.items() if _mark(value) != self.marks[name, slot]]
-        written += self.bindings.written_since(state)
+        written += self.bindings.names_written()
         if written:
             session.drop()
             raise StepError(
@@ -128,31 +116,17 @@ class OptimizerState:
         """The numbers that `optimizer.state` has, of those that the step last wrote."""
         return {key: self.optimizer.state.get(self.params[key[0]], {}).get(key[1]) for key in self.marks}
 
-    def _tensors_now(self) -> dict[str, Tensor]:
-        """The tensors of `optimizer.state`, with those of the parameters, by what they are; pieces of DTensors."""
-        named = {f"the parameter '{name}'": p for name, p in self.params.items() if p in self.optimizer.state}
-        for name, p in self.params.items():
-            entries = self.optimizer.state.get(p, {})
-            named |= {f"the optimizer's '{k}' of '{name}'": x for k, x in entries.items() if isinstance(x, Tensor)}
-        return {name: x.to_local() if hasattr(x, "to_local") else x for name, x in named.items()}
-
     def _entries(self, item: Input) -> tuple[str, dict[str, Any]]:
         slot, _, name = item.name.partition("/")
         return slot, self.optimizer.state[self.params[name]]
 
-    def _is_everywhere(self, item: Input) -> bool:
-        bound = self.bindings.bound.get(("state", item.name))
-        return bound is None or self.bindings.is_everywhere(bound)
-
-    def _is_changed(self, state: State, item: Input) -> bool:
+    def _is_changed(self, item: Input) -> bool:
         slot, _, name = item.name.partition("/")
         now = self.optimizer.state.get(self.params[name], {}).get(slot)
         bound = self.bindings.bound.get(("state", item.name))
         if bound is None:
             return now is not None
-        if now is bound.tensor:
-            bound.check_assigned()
-        return now is not bound.tensor or self.bindings.differs(state, bound)
+        return now is not bound.tensor or bound.is_written
 
     def _take(self, state: State, item: Input, layout: Layout) -> None:
         key: Key = "state", item.name
@@ -165,7 +139,6 @@ class OptimizerState:
         if state.holders(layout):  # else other stages' devices have it, and this rank none of its values
             state.put(item, layout, full_values(now).to(item.spec.dtype).expand(item.spec.shape))
         self.optimizer.state[self.params[name]][slot] = self._bind(state, item, layout)
-        self.bindings.note_written(self.bindings.bound[key])
 
     def _bind(self, state: State, item: Input, layout: Layout) -> Tensor:
         """A new tensor that is bound to a slot."""
@@ -182,7 +155,7 @@ class OptimizerState:
         else:
             tensor = self.bindings.world.assemble(item.spec, layout, state.pieces[key])
         bound = self.bindings.bound[key] = Bound(item, layout, tensor, form)
-        self.bindings.settle(bound)
+        bound.settle()
         return tensor
 
 

@@ -96,7 +96,6 @@ class Session:
         if share is not None:
             self.state.extend(self.roles)
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
-        self.bindings.changing |= self._lasting_outputs
         self.carries = Carries(self.roles, world)
         self.values: dict[str, Tensor] = {}  # loss and grad_norm of the last step
         self.progress = Progress(settings.accumulate)
@@ -221,7 +220,7 @@ class Session:
         with self._attempt("forward"):
             self.compile_regions()
             if not self.progress.num_done:
-                self.bindings.take_over(self.state, is_compared=True)
+                self.bindings.take_over(self.state, is_followed=True)  # by the guards of the step
                 self._between, self._losses = [{} for _ in self.ranks], []
             draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
             self._envs = self._inputs(batch, draw)

@@ -159,14 +159,6 @@ class State:
             for piece in self.pieces.get(("state", f"{slot}/{param}"), []):
                 piece.fill_(value)
 
-    def matches(self, item: Input, layout: Layout, value: Tensor) -> bool:
-        """Whether the local pieces are those of a full tensor."""
-        if (tuple(value.shape), value.dtype) != (item.spec.shape, item.spec.dtype):
-            return False
-        boxes = boxes_of(layout, value.shape, self.holders(layout))
-        pieces = zip(boxes, self.pieces[item.kind, item.name], strict=True)
-        return all(_is_same(value[box.slices()].to(self.device), piece) for box, piece in pieces)
-
     def blank(self) -> State:
         """A state with the same pieces but without values, for a load to fill. Its resting state comes from the
         checkpoint."""
@@ -287,8 +279,3 @@ def lasting(roles: Sequence[RankGraph]) -> list[tuple[Input, Layout]]:
             if item.kind in LASTING:
                 lasting_items.setdefault((item.kind, item.name), (item, layout))
     return list(lasting_items.values())
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one shape have the same elements, NaN where the other has NaN."""
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())

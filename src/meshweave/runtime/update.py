@@ -101,7 +101,6 @@ class Update:
             for slot in slots:
                 self.envs[i][slot] = self.envs[i][slot].clone()
                 self.keep(i, slot)
-        self.bindings.written_by_step(self.replacements.keys)
         renewed: dict[Key, list[Tensor]] = {}
         for key, piece in buffers:
             # it may be a view of the batch, which belongs to the caller
