@@ -15,10 +15,10 @@ from meshweave.buckets.merged import Item, Merged, MergedWriter
 from meshweave.buckets.write import rewrite
 from meshweave.ir.from_graph import graph_program
 from meshweave.ir.graph import copied_graph
-from meshweave.problem.figures import priced
+from meshweave.problem.figures import fill_prices
 from meshweave.problem.prices import costs_of
 from meshweave.problem.problem import Order, Problem
-from meshweave.problem.read import read
+from meshweave.problem.read import read_problem
 
 LATENCY, PER_BYTE = 4.0, 0.01
 RANK_0 = groups_of(0)
@@ -30,9 +30,9 @@ class Merging:
     def __init__(self, gm: fx.GraphModule, groups: Mapping[str, Sequence[int]] = RANK_0) -> None:
         self.before = gm
         self.graph = copied_graph(gm.graph)
-        reading = read(graph_program(self.graph, groups))
+        reading = read_problem(graph_program(self.graph, groups))
         prices = costs_of(by_size({}, LATENCY, PER_BYTE, 1)).prices(reading)
-        self.merger = Merger(reading, priced(reading, prices, 1.0, None))
+        self.merger = Merger(reading, fill_prices(reading, prices, 1.0, None))
         self.number = {name: i for i, name in enumerate(reading.problem.names)}
 
     def merged(self, *buckets: Sequence[str]) -> Merged:

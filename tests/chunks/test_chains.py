@@ -21,7 +21,7 @@ from meshweave.chunks.chains import (
     downstream,
     part_of,
     read_outside,
-    shaped,
+    reshape,
     upstream,
 )
 from meshweave.chunks.cut import FIXED, Cut, NoCut
@@ -349,5 +349,5 @@ def test_a_chunk_of_a_value_is_contiguous() -> None:
     assert part_of(x, None) == x
     part = part_of(x, Cut(1, 1, 3))
     assert (part.shape, part.stride, part.storage_bytes) == ((4, 2), (2, 1), 16)
-    wide = shaped(x, (2, 3, 5))
+    wide = reshape(x, (2, 3, 5))
     assert (wide.stride, wide.storage_bytes, wide.dtype) == ((15, 5, 1), 60, torch.float16)

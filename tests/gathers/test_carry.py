@@ -18,13 +18,13 @@ from tests.training import Breaks
 from torch import fx
 
 import meshweave as mw
-from meshweave.buckets.unmerge import merged_results, unmerged
+from meshweave.buckets.unmerge import merged_results, unmerge_buckets
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.check.completeness import check_complete
 from meshweave.errors import MeshweaveError, StepError, VerifyError
-from meshweave.gathers.carry import carriable, carried, uncarried
+from meshweave.gathers.carry import carriable, carry_gathers, remove_carries
 from meshweave.ir.collectives import STARTS, functional
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied
@@ -352,14 +352,14 @@ def test_what_the_first_blocks_need_is_gathered_in_the_update() -> None:
 def test_the_role_itself_stays_and_comes_back() -> None:
     before = built(mlp(), "fsdp=4", None)
     text = before.rank.text()
-    made = carried(before.rank, [g for block in carriable(before.rank, before.placed) for g in block.gathered])
+    made = carry_gathers(before.rank, [g for block in carriable(before.rank, before.placed) for g in block.gathered])
     assert before.rank.text() == text
-    assert carried(before.rank, ()) is before.rank
-    assert uncarried(before.rank) is before.rank
+    assert carry_gathers(before.rank, ()) is before.rank
+    assert remove_carries(before.rank) is before.rank
     assert made.prologue is not None
     verify_rank(made)
     verify_rank(made.prologue)
-    back = uncarried(made)
+    back = remove_carries(made)
     assert (back.inputs, back.outputs, back.prologue) == (before.rank.inputs, before.rank.outputs, None)
     ops, expected = (
         Counter(n.target for n in role.graph.nodes if n.target not in SYMBOLS) for role in (back, before.rank)
@@ -371,7 +371,7 @@ def test_the_role_itself_stays_and_comes_back() -> None:
 
 def test_chains_stand_behind_the_new_parameters() -> None:
     before = built(mlp(batch=8), "fsdp=2", None)
-    made = carried(before.rank, carriable(before.rank, before.placed)[0].gathered)
+    made = carry_gathers(before.rank, carriable(before.rank, before.placed)[0].gathered)
     nodes = list(made.graph.nodes)
     returned = dict(zip(made.outputs, nodes[-1].args[0], strict=True))
     for name in keys(made):
@@ -489,7 +489,7 @@ WRONG: dict[Callable[[RankGraph], None], str] = {
 
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_a_wrong_carry_is_found(change: Callable[[RankGraph], None]) -> None:
-    role = copied(unmerged(llama(2).rank))
+    role = copied(unmerge_buckets(llama(2).rank))
     change(role)
     with pytest.raises(VerifyError, match=WRONG[change]):
         check_complete(llama(2).placed, (role,))

@@ -16,7 +16,7 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.ir.from_graph import graph_program
 from meshweave.problem.prices import CallablePrices, checked_cost
-from meshweave.problem.read import read
+from meshweave.problem.read import read_problem
 from meshweave.schedule import overlap
 
 RATE = 3e12  # bytes/s of the memory in these tests
@@ -89,7 +89,7 @@ def test_the_rate_of_copies_is_one_that_memory_has(is_fused: bool) -> None:
             nodes = tuple(n for n in nodes if n in (product, between, chain[-1]))
         return sum(n.meta["val"].nbytes for n in nodes) / RATE + 1e-12
 
-    reading = read(graph_program(gm.graph))
+    reading = read_problem(graph_program(gm.graph))
     prices = CallablePrices(reading, checked_cost(seconds))
     reading.problem.seconds = [0.0 if i in reading.rows else seconds(node) for i, node in enumerate(reading.nodes)]
     assert prices.copy_rate() == pytest.approx(RATE, rel=1e-3)

@@ -11,7 +11,7 @@ from tests.report.samples import sample
 
 from meshweave.report.diff import class_errors, diff_rows, diff_table, step_split
 from meshweave.report.simulation import class_totals, simulation_table
-from meshweave.report.spans import folded
+from meshweave.report.spans import fold_numbers
 from meshweave.simulate.result import Simulation
 
 ALL_REDUCE = "bfloat16[2,4096,4096]: [{}, {}, {}] partial(sum: tp) -> [{}, {}, {}]"
@@ -139,7 +139,7 @@ def test_the_summary_names_totals_reasons_and_memory() -> None:
         "41.2%",
         f"{step.tokens_per_s_per_gpu:,.0f}",
         "h100 2026.1",
-        folded(worst.module),
+        fold_numbers(worst.module),
         "modeling_llama.py:",
         "dependency: aten.mm",
         "activation",

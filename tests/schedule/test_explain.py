@@ -12,10 +12,10 @@ from torch import fx
 
 from meshweave.buckets.merge import Merger
 from meshweave.ir.from_graph import graph_program
-from meshweave.problem.figures import priced
+from meshweave.problem.figures import fill_prices
 from meshweave.problem.play import play
 from meshweave.problem.prices import costs_of
-from meshweave.problem.read import read
+from meshweave.problem.read import read_problem
 from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
 from meshweave.schedule.report import CollectiveRow, Merge
 from meshweave.schedule.search import OrderCandidate, OrderSearch
@@ -27,8 +27,8 @@ class Judged:
 
     def __init__(self, gm: fx.GraphModule, cost: Cost, most_bytes: float = float("inf")) -> None:
         program, costs = graph_program(gm.graph, groups_of(0)), costs_of(cost)
-        reading = read(program, costs.kernel_views(gm.graph))
-        self.merger = Merger(reading, priced(reading, costs.prices(reading), 1.0, None))
+        reading = read_problem(program, costs.kernel_views(gm.graph))
+        self.merger = Merger(reading, fill_prices(reading, costs.prices(reading), 1.0, None))
         self.search = OrderSearch(self.merger, float("inf"), None, most_bytes=most_bytes)
         self.problem = reading.problem
 

@@ -10,7 +10,7 @@ from tests.problem.by_hand import Entry, all_orders, communication, kernel, prob
 
 from meshweave.problem.play import peak_of, seconds_of
 from meshweave.problem.problem import Problem
-from meshweave.schedule.fold import fold, unfolded
+from meshweave.schedule.fold import fold, trivial_fold
 from meshweave.schedule.waits import with_waits
 
 LONG = kernel("long", 9.0)  # so that the other kernels are shorter than the mean
@@ -142,7 +142,7 @@ def test_results_that_nobody_reads_are_freed_before_the_user_runs() -> None:
 
 def test_without_folding_each_item_is_its_own() -> None:
     problem = stored(*BLOCKS)
-    same = unfolded(problem)
+    same = trivial_fold(problem)
     assert same.problem is problem
     for items in all_orders(problem):
         order = with_waits(problem, items)

@@ -14,7 +14,7 @@ from tests.models import hugging_face
 from torch import Tensor, fx
 
 import meshweave as mw
-from meshweave.buckets.unmerge import merged_results, unmerged
+from meshweave.buckets.unmerge import merged_results, unmerge_buckets
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
@@ -90,7 +90,7 @@ def test_what_a_role_does_stays_and_its_input_too() -> None:
     assert before.text() == program().rank.text()
     assert marks(after) == marks(before)
     assert {n.meta.get("move") for n in starts(after)} <= {n.meta.get("move") for n in starts(before)}
-    assert Counter(n.target for n in starts(unmerged(after))) == Counter(n.target for n in starts(before))
+    assert Counter(n.target for n in starts(unmerge_buckets(after))) == Counter(n.target for n in starts(before))
 
 
 def test_parts_of_the_step_stay_in_order() -> None:

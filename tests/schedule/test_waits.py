@@ -9,7 +9,7 @@ from tests.problem.by_hand import all_orders, communication, kernel, named, prob
 
 from meshweave.problem.play import seconds_of
 from meshweave.problem.problem import Problem
-from meshweave.schedule.waits import hoisted, sunk_waits, with_waits
+from meshweave.schedule.waits import hoist_continuations, sunk_waits, with_waits
 
 STEP = problem_of(
     communication("x", 1.0),
@@ -96,7 +96,7 @@ def test_a_chain_that_waits_part_becomes_one_piece() -> None:
     breadth_first = with_waits(UPDATES, range(6))
     assert named(UPDATES, breadth_first) == ["x", "y", "~x", "scale_x", "~y", "scale_y", "add_x", "add_y"]
     expected = ["x", "y", "~x", "scale_x", "add_x", "~y", "scale_y", "add_y"]
-    assert named(UPDATES, hoisted(UPDATES, breadth_first)) == expected
+    assert named(UPDATES, hoist_continuations(UPDATES, breadth_first)) == expected
 
 
 def test_a_whole_chain_is_hoisted_as_far_as_its_operands_are_there() -> None:
@@ -110,7 +110,7 @@ def test_a_whole_chain_is_hoisted_as_far_as_its_operands_are_there() -> None:
         kernel("d", 1.0, "c", "uses_y"),
     )
     expected = ["x", "y", "~x", "a", "b", "c", "~y", "uses_y", "d"]
-    assert named(problem, hoisted(problem, with_waits(problem, range(7)))) == expected
+    assert named(problem, hoist_continuations(problem, with_waits(problem, range(7)))) == expected
 
 
 def test_no_kernel_is_hoisted_over_a_start() -> None:
@@ -119,14 +119,14 @@ def test_no_kernel_is_hoisted_over_a_start() -> None:
         communication("y", 1.0, "uses_x"), kernel("b", 1.0, "a"),
     )  # fmt: skip
     order = with_waits(problem, range(5))
-    assert hoisted(problem, order) == order
+    assert hoist_continuations(problem, order) == order
 
 
 @pytest.mark.parametrize("problem", [STEP, UPDATES])
 def test_hoisting_keeps_an_order_and_what_comes_before_each_start_and_is_never_slower(problem: Problem) -> None:
     for items in all_orders(problem):
         order = with_waits(problem, items)
-        moved = hoisted(problem, order)
+        moved = hoist_continuations(problem, order)
         assert problem.check(moved) == ""
         assert sorted(moved) == sorted(order)
         for start in problem.starts:

@@ -18,7 +18,7 @@ from meshweave.ir.collectives import functional
 from meshweave.ir.graph import Origin, block_name, origin_of
 from meshweave.passes import pipeline_of
 from meshweave.program import Program
-from meshweave.simulate.buckets import Member, grouped
+from meshweave.simulate.buckets import Member, group_members
 from meshweave.simulate.tasks import Tasks, lower_tasks
 from meshweave.whatif import simulate
 
@@ -108,7 +108,7 @@ def members(kinds: str, waits: dict[int, int] | None = None) -> list[Member]:
     ],
 )
 def test_what_belongs_together(kinds: str, waits: dict[int, int], buckets: Any, expected: list[list[int]]) -> None:
-    assert list(grouped(members(kinds, waits), buckets)) == expected
+    assert list(group_members(members(kinds, waits), buckets)) == expected
 
 
 def test_where_start_ups_count_a_step_in_buckets_is_faster() -> None:

@@ -180,27 +180,27 @@ def _is_cut(node: fx.Node, dim: int) -> bool:
     return node.target is aten.slice.Tensor and node.args[1:2] == (dim,) and len(node.args) == 4
 
 
-def unmerged(role: RankGraph) -> RankGraph:
+def unmerge_buckets(role: RankGraph) -> RankGraph:
     """The role with every merged collective replaced by its parts, in a new graph; the role itself if it has none."""
-    if not _packed(role):
+    if not _packing_collectives(role):
         return role
     copy = copied(role)
     unmerger = _Unmerger(copy, local_values(copy).values, varying(copy))
-    for start in _packed(copy):
+    for start in _packing_collectives(copy):
         unmerger.take_apart(start)
     return copy
 
 
 def merged_results(role: RankGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """By start of a merged collective, the nodes with the results of its parts."""
-    if not _packed(role):
+    if not _packing_collectives(role):
         return {}
     unmerger = _Unmerger(role, local_values(role).values, varying(role))
-    results_of = {start: tuple(unmerger.results(start)[1]) for start in _packed(role)}
+    results_of = {start: tuple(unmerger.results(start)[1]) for start in _packing_collectives(role)}
     return {start: results for start, results in results_of.items() if results}
 
 
-def _packed(role: RankGraph) -> list[fx.Node]:
+def _packing_collectives(role: RankGraph) -> list[fx.Node]:
     """The collectives that operands may be packed for."""
     packed = []
     for node in (n for n in role.graph.nodes if n.target in _MERGED):

@@ -60,7 +60,7 @@ class _BucketWriter:
             *(n for x in order for n in self.nodes(x)),
             *rest,
         ):
-            for next_node in _unplaced(node, placed):
+            for next_node in _unplaced_ancestors(node, placed):
                 for moved in (next_node, *_followers(next_node, idle, placed)) if idle else (next_node,):
                     if moved.op == "placeholder":
                         continue
@@ -183,7 +183,7 @@ def _followers(node: fx.Node, idle: set[fx.Node], placed: set[fx.Node]) -> Itera
                 yield user
 
 
-def _unplaced(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
+def _unplaced_ancestors(node: fx.Node, placed: set[fx.Node]) -> Iterator[fx.Node]:
     """The unplaced ancestors of a node and itself, in order; each is placed when it is yielded."""
     if node in placed:
         return

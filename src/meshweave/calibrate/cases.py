@@ -181,7 +181,7 @@ def _single(pool: Pool, count: int) -> tuple[Any, ...]:
     return (pool.take((count,)),)
 
 
-def _summed(pool: Pool, count: int) -> tuple[Any, ...]:
+def _make_addends(pool: Pool, count: int) -> tuple[Any, ...]:
     return (_rows(pool, count), [1])
 
 
@@ -195,7 +195,7 @@ def _heads(pool: Pool, count: int) -> tuple[Any, ...]:
     return (pool.take((rows, 4, _WIDTH)).transpose(0, 1), [4 * rows, _WIDTH])
 
 
-def _joined(pool: Pool, count: int) -> tuple[Any, ...]:
+def _make_parts(pool: Pool, count: int) -> tuple[Any, ...]:
     half = max(1, count // _WIDTH // 2)
     return ([pool.take((half, _WIDTH)), pool.take((half, _WIDTH))], 1)
 
@@ -210,19 +210,19 @@ def _looked_up(pool: Pool, count: int) -> tuple[Any, ...]:
     return (pool.take((rows, _WIDTH)), _index(pool, rows, rows))
 
 
-def _scattered(pool: Pool, count: int) -> tuple[Any, ...]:
+def _make_scatter(pool: Pool, count: int) -> tuple[Any, ...]:
     """The gradient of an embedding with as many rows as tokens."""
     rows = max(1, count // _WIDTH)
     return (pool.take((rows, _WIDTH)), _index(pool, rows, rows), rows, -1, False)
 
 
-def _drawn(pool: Pool, count: int) -> tuple[Any, ...]:
+def _make_random(pool: Pool, count: int) -> tuple[Any, ...]:
     step = torch.zeros((), dtype=torch.int64, device=pool.device)
     rows = max(1, count // _WIDTH)
     return (step, 1, 1, [rows, _WIDTH], [0, 0], [rows, _WIDTH])
 
 
-def _filled(pool: Pool, count: int) -> tuple[Any, ...]:
+def _make_fill(pool: Pool, count: int) -> tuple[Any, ...]:
     return ([count], 1.0)
 
 
@@ -251,14 +251,14 @@ _MEMORY = (
     _Row("pointwise, costly functions", aten.sqrt.default, 2, _single),
     _Row("pointwise", aten.mul.Scalar, 2, _scalar, is_fitted=False),
     _Row("pointwise, costly functions", aten.silu.default, 2, _single, is_fitted=False),
-    _Row("reduction", aten.sum.dim_IntList, 1, _summed, writes=False),
+    _Row("reduction", aten.sum.dim_IntList, 1, _make_addends, writes=False),
     _Row("reduction", aten.sum.dim_IntList, 1, _columns, writes=False),
-    _Row("reduction", aten.amax.default, 1, _summed, writes=False, is_fitted=False),
+    _Row("reduction", aten.amax.default, 1, _make_addends, writes=False, is_fitted=False),
     _Row("copy", aten.clone.default, 2, _single, "copy"),
     _Row("strided", aten.reshape.default, 2, _heads),
-    _Row("strided", aten.cat.default, 2, _joined),
+    _Row("strided", aten.cat.default, 2, _make_parts),
     _Row("gather", aten.embedding.default, 3, _looked_up),
-    _Row("scatter", aten.embedding_dense_backward.default, 2, _scattered, most_bytes=32 * _MIB),
-    _Row("random", torch.ops.meshweave.uniform.default, 1, _drawn, most_bytes=4 * _MIB),
-    _Row("fill", aten.full.default, 1, _filled),
+    _Row("scatter", aten.embedding_dense_backward.default, 2, _make_scatter, most_bytes=32 * _MIB),
+    _Row("random", torch.ops.meshweave.uniform.default, 1, _make_random, most_bytes=4 * _MIB),
+    _Row("fill", aten.full.default, 1, _make_fill),
 )

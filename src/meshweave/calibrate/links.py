@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshweave.calibrate.ops import LEAST_ROUNDS, Effort, Peers, timed, typical
+from meshweave.calibrate.ops import LEAST_ROUNDS, Effort, Peers, time_run, typical
 from meshweave.hardware.collectives import bytes_received
 from meshweave.ir.collectives import OURS, RECEIVED
 from meshweave.ir.graph import Spec
@@ -121,7 +121,7 @@ class LinkTimer:
             transfer_entry = Transfer(source, target, Spec((count,), torch.float32))
         else:
             source, target = (
-                Layout.parse("[{d}]", Mesh(f"d={len(ids)}", devices=ids)) for ids in (members, _rotated(members))
+                Layout.parse("[{d}]", Mesh(f"d={len(ids)}", devices=ids)) for ids in (members, _next_members(members))
             )
             transfer_entry = Transfer(source, target, Spec((count * len(members),), torch.float32))
         if self.rank not in (*transfer_entry.source.mesh.devices, *transfer_entry.target.mesh.devices):
@@ -147,7 +147,7 @@ class LinkTimer:
 
         self.peers.meet()
         run(lead)
-        return timed(partial(run, repeats), repeats)
+        return time_run(partial(run, repeats), repeats)
 
     def host_seconds(self, start: Callable[[], Any], seconds: float) -> float:
         """The caller's time in a communication: starting it, and finishing it when the bytes have arrived."""
@@ -166,7 +166,7 @@ def lead_of(received: int) -> int:
     return math.ceil(_BUCKET_BYTES / received) if received >= _LEAST_LED else 0
 
 
-def _rotated(members: Sequence[int]) -> tuple[int, ...]:
+def _next_members(members: Sequence[int]) -> tuple[int, ...]:
     return (*members[1:], members[0])
 
 
@@ -253,11 +253,11 @@ def _lost(links: LinkTimer, place: MeasuredGroup, compute: Callable[[], Any], ef
     machines change their speed."""
     start = links.start(place, "all_gather", local_bytes_of("all_gather", place.size, received))
     part, first = (
-        min(links.peers.most([_timed(links, run, ()) for _ in range(3)]))
+        min(links.peers.most([_time_beside(links, run, ()) for _ in range(3)]))
         for run in (compute, lambda: links.wait(start()))
     )
     starts = [start] * max(1, min(_MOST_IN_FLIGHT, round(_IN_FLIGHT_S / first)))
-    whole = min(links.peers.most([_timed(links, lambda: None, starts) for _ in range(2)]))
+    whole = min(links.peers.most([_time_beside(links, lambda: None, starts) for _ in range(2)]))
     count = max(1, round(_COVER * whole / part))
 
     def all_parts() -> None:
@@ -266,16 +266,16 @@ def _lost(links: LinkTimer, place: MeasuredGroup, compute: Callable[[], Any], ef
 
     lost, alone = [], []
     for _ in range(effort.rounds):
-        alone.append(_timed(links, lambda: None, starts))
-        before = _timed(links, all_parts, ())
-        beside = _timed(links, all_parts, starts)
-        lost.append(beside - (before + _timed(links, all_parts, ())) / 2)
+        alone.append(_time_beside(links, lambda: None, starts))
+        before = _time_beside(links, all_parts, ())
+        beside = _time_beside(links, all_parts, starts)
+        lost.append(beside - (before + _time_beside(links, all_parts, ())) / 2)
     host = median(links.host_seconds(start, first) for _ in range(LEAST_ROUNDS))
     slower, seconds, spent = links.peers.mean([median(lost), typical(alone), host])
     return _Lost(max(0.0, slower) / len(starts), seconds / len(starts), spent)
 
 
-def _timed(links: LinkTimer, compute: Callable[[], Any], starts: Sequence[Callable[[], Any]]) -> float:
+def _time_beside(links: LinkTimer, compute: Callable[[], Any], starts: Sequence[Callable[[], Any]]) -> float:
     """Wall time of compute with communications begun before it and waited for after it."""
     links.peers.meet()
     began = time.perf_counter()

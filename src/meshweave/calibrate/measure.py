@@ -163,7 +163,7 @@ class _Measurement:
             self.say("links")
             timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
             self.say("compute beside communication")
-            beside = _beside(Pool(device, _BESIDE_BYTES[1]), device, libraries)
+            beside = _mixed_work(Pool(device, _BESIDE_BYTES[1]), device, libraries)
             levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
             slow = tuple(contention(links, at, beside, plan.links, _BESIDE_BYTES) for at in levels.values())
             figures = Measurements(tuple(ops), tuple(timed), slow)
@@ -184,7 +184,7 @@ def _cases(plan: MeasurementPlan, pool: Pool, libraries: Libraries) -> Iterator[
     yield from memory_cases(pool, plan.memory, plan.held_out_memory)
 
 
-def _beside(pool: Pool, device: torch.device, libraries: Libraries) -> Callable[[], Any]:
+def _mixed_work(pool: Pool, device: torch.device, libraries: Libraries) -> Callable[[], Any]:
     """A small part of a step: a matmul and memory work."""
     aten = torch.ops.aten
     factors = (pool.take((256, 256)), pool.take((256, 512)))

@@ -59,7 +59,7 @@ class Measured:
     weight: float = 1.0
 
 
-def timed(run: Callable[[], None], repeats: int = 1) -> float:
+def time_run(run: Callable[[], None], repeats: int = 1) -> float:
     """Wall time of `run` in seconds, divided by `repeats`."""
     began = time.perf_counter()
     run()
@@ -112,7 +112,7 @@ class RepeatedOp:
 
     def sample(self) -> float:
         """Wall time of an op, the mean of the block."""
-        return timed(self.run, self.repeats)
+        return time_run(self.run, self.repeats)
 
 
 def tensors_of(args: Any) -> list[Tensor]:

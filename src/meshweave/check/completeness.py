@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.buckets.unmerge import unmerged
+from meshweave.buckets.unmerge import unmerge_buckets
 from meshweave.check.communication import EXCHANGES, SPARSE, apart, check_messages, group_ids, groups_among, together
 from meshweave.check.holdings import Holding, pending_of
 from meshweave.check.numbers import concatenated
 from meshweave.check.role_replay import Known, ReplayedValue, RoleReplay, first_layout
 from meshweave.errors import VerifyError
-from meshweave.gathers.carry import uncarried
+from meshweave.gathers.carry import remove_carries
 from meshweave.ir import ops
 from meshweave.ir.collectives import STARTS, transfer
 from meshweave.ir.graph import StepGraph, op_name, origin_of, output_node, spec_of
@@ -54,7 +54,7 @@ def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completenes
     known = Known(placed)
     for rank in roles:
         _check_carries(known, rank)
-    replays = [RoleReplay(uncarried(unmerged(rank)), known) for rank in roles]
+    replays = [RoleReplay(remove_carries(unmerge_buckets(rank)), known) for rank in roles]
     _check_devices(known, replays)
     for role in replays:
         _check_inputs(known, role)

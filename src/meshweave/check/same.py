@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.buckets.unmerge import unmerged
+from meshweave.buckets.unmerge import unmerge_buckets
 from meshweave.errors import VerifyError
-from meshweave.gathers.carry import uncarried
+from meshweave.gathers.carry import remove_carries
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph
 
@@ -22,7 +22,7 @@ def check_same(before: RankGraph, after: RankGraph) -> int:
     values. Merged and carried values are undone first.
     """
     forms: Forms = {}
-    first, other = _outputs(before, forms), _outputs(uncarried(unmerged(after)), forms)
+    first, other = _outputs(before, forms), _outputs(remove_carries(unmerge_buckets(after)), forms)
     for key in dict.fromkeys((*first, *other)):
         if key not in first or key not in other or first[key][0] != other[key][0]:
             node = (other.get(key) or first[key])[1]

@@ -64,10 +64,10 @@ class Shapes:
 
 def part_of(value: Value, cut: Cut | None) -> Value:
     """A chunk of a value, contiguous."""
-    return value if cut is None else shaped(value, cut.chunk(value.shape))
+    return value if cut is None else reshape(value, cut.chunk(value.shape))
 
 
-def shaped(value: Value, shape: Shape) -> Value:
+def reshape(value: Value, shape: Shape) -> Value:
     """A contiguous value of another shape."""
     strides = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
     return replace(value, shape=shape, stride=strides, storage_bytes=prod(shape) * value.dtype.itemsize)
@@ -107,7 +107,7 @@ def downstream(source: fx.Node, cut: Cut, shapes: Shapes, is_late: Callable[[fx.
         for user in node.users:
             if user in chain.cuts or user in chain.consumers:
                 continue
-            cut_or_sum = _followed(user, node, chain, shapes)
+            cut_or_sum = _follow(user, node, chain, shapes)
             if cut_or_sum is None:
                 continue
             if cut_or_sum == "sum" or kind_of(user).is_matmul:  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ def late_text(operand: fx.Node, user: fx.Node) -> str:
     return f"{operand.name}, an operand of {user.name}, is computed later"
 
 
-def _followed(user: fx.Node, node: fx.Node, chain: Downstream, shapes: Shapes) -> Cut | Sum | None:
+def _follow(user: fx.Node, node: fx.Node, chain: Downstream, shapes: Shapes) -> Cut | Sum | None:
     if origin_of(user).phase != origin_of(node).phase:
         return None
     kind = cuttable(user, chain.why)

@@ -172,7 +172,7 @@ def _pointwise_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
 # sums, means and the like over some dims
 
 
-def _reduced(op: Op) -> tuple[set[int], bool]:
+def _reduction_dims(op: Op) -> tuple[set[int], bool]:
     """The dims that are reduced over, and whether they are kept as dims of size 1."""
     rank, args, kwargs = len(op.operands[0]), op.node.args, op.node.kwargs
     dims: Any = args[1] if len(args) > 1 else None
@@ -181,14 +181,14 @@ def _reduced(op: Op) -> tuple[set[int], bool]:
 
 
 def _reduction_forward(op: Op, i: int, cut: Cut) -> Cut:
-    dims, is_kept = _reduced(op)
+    dims, is_kept = _reduction_dims(op)
     if cut.dim in dims:
         raise NoCut("the cut dim is reduced over")
     return cut if is_kept else Cut(cut.dim - sum(d < cut.dim for d in dims), cut.outer, cut.count)
 
 
 def _reduction_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
-    dims, is_kept = _reduced(op)
+    dims, is_kept = _reduction_dims(op)
     left = [d for d in range(len(op.operands[0])) if d not in dims]
     return (cut if is_kept else Cut(left[cut.dim], cut.outer, cut.count),)
 

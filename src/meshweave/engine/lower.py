@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from meshweave.engine.machine import ANY_PART, Schedule
-from meshweave.engine.match import Channel, Matches, Start, agreed, devices_text, plain_args
+from meshweave.engine.match import Channel, Matches, Start, devices_text, match_transfer, plain_args
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
@@ -112,14 +112,14 @@ def lower(
             matches.check(channel, {device: (device,) for device in channel[2:]})
             planned[channel] = [_collective(channel, starts) for starts in numbered]
             continue
-        agreed_transfer = agreed(roles, channel[1])
+        agreed_transfer = match_transfer(roles, channel[1])
         meshes = agreed_transfer.source.mesh, agreed_transfer.target.mesh
         takers = channel[2:] or tuple(dict.fromkeys(device for mesh in meshes for device in mesh.devices))
         matches.check(channel, {device: (device,) for device in takers})
         for starts in numbered:
             for receiver in (device for device in takers if device in agreed_transfer.target.mesh):
                 line = planned.setdefault((*meshes, agreed_transfer.axes, receiver), [])
-                line.append(_received(channel[1], agreed_transfer, receiver, starts))
+                line.append(_receive_task(channel[1], agreed_transfer, receiver, starts))
     owners = tuple((device,) for device in ids)
     return _assemble(owners, tuple(rows[role_of[d]] for d in ids), streams, numbers, list(planned.values()))
 
@@ -188,7 +188,7 @@ def _roles_of(channel: Channel, roles: Sequence[RankGraph]) -> dict[int, tuple[i
     if kind == "group":
         places: list[Any] = [devices or roles[0].group_axes(key)[0]]
     else:
-        entry = agreed(roles, key)
+        entry = match_transfer(roles, key)
         places = [entry.source.mesh, entry.target.mesh]
     return {i: role.devices for i, role in enumerate(roles) if any(role.devices[0] in place for place in places)}
 
@@ -222,7 +222,7 @@ def _collective(channel: Channel, starts: dict[int, Start]) -> _Planned:
     return _Planned(ChannelCopy(members[0].node.target, channel[1], members[0].args, tasks, waits), tasks, waits)
 
 
-def _received(key: str, entry: Transfer, receiver: int, starts: dict[int, Start]) -> _Planned:
+def _receive_task(key: str, entry: Transfer, receiver: int, starts: dict[int, Start]) -> _Planned:
     """The copy to a device of a transfer's target, which reads from its senders."""
     messages = entry.routes.received_by(receiver)
     own = starts[receiver]

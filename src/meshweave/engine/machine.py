@@ -260,10 +260,10 @@ class EventMachine:
         if index > self._done[stream]:
             self._settle(stream, index)
         self._started[stream] = index
-        cancelled = self._cut(stream, index)
+        cancelled = self._cancel_from(stream, index)
         return [Cancel(tuple(sorted(cancelled[1:])))] if len(cancelled) > 1 else []
 
-    def _cut(self, stream: int, index: int) -> list[int]:
+    def _cancel_from(self, stream: int, index: int) -> list[int]:
         """Cancel the tasks of a stream from `index` on, and all that come after them; returns them."""
         schedule, pending, cut = self.schedule, [(stream, index)], list[int]()
         while pending:

@@ -26,7 +26,7 @@ class Start:
     args: tuple[Any, ...]  # of the node, in the form of `plain_args`
 
     def __str__(self) -> str:
-        shown = ", ".join(map(_shown, (*self.args, self.node.args[-1])))
+        shown = ", ".join(map(_argument_text, (*self.args, self.node.args[-1])))
         return f"{self.node.name} = {op_name(self.node.target)}({shown}) on {devices_text(self.devices)}"
 
 
@@ -84,7 +84,7 @@ class Matches:
         )
 
 
-def agreed(roles: Sequence[RankGraph], key: str) -> Transfer:
+def match_transfer(roles: Sequence[RankGraph], key: str) -> Transfer:
     """A transfer as all roles describe it. Raises VerifyError if two of them differ."""
     entries = [(role, role.transfers[key]) for role in roles if key in role.transfers]
     if not entries:
@@ -94,8 +94,8 @@ def agreed(roles: Sequence[RankGraph], key: str) -> Transfer:
         if other != entry:
             raise VerifyError(
                 f"two roles have different transfers {key}",
-                got=f"{_moved(other)} (so {devices_text(role.devices)})",
-                expected=f"{_moved(entry)} (so {devices_text(first.devices)})",
+                got=f"{_boxes_text(other)} (so {devices_text(role.devices)})",
+                expected=f"{_boxes_text(entry)} (so {devices_text(first.devices)})",
             )
     return entry
 
@@ -114,11 +114,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _shown(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     if isinstance(value, tuple) and value and callable(value[0]):
-        return f"{op_name(value[0])}({', '.join(map(_shown, value[1:]))})"
+        return f"{op_name(value[0])}({', '.join(map(_argument_text, value[1:]))})"
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_shown, value)) + "]"
+        return "[" + ", ".join(map(_argument_text, value)) + "]"
     return str(value)
 
 
@@ -137,7 +137,7 @@ def _name(channel: Channel) -> str:
     return f"{kind} {key}" + (f" {members}" if members else "")
 
 
-def _moved(entry: Transfer) -> str:
+def _boxes_text(entry: Transfer) -> str:
     ends = (f"{layout} on {devices_text(layout.mesh.devices)}" for layout in (entry.source, entry.target))
     within = f" within groups of {', '.join(entry.axes)}" if entry.axes else ""
     return f"{entry.spec} from {' to '.join(ends)}{within}"

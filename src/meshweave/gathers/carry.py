@@ -102,7 +102,7 @@ def _is_link(role: RankGraph, node: fx.Node) -> bool:
     return set(mesh.devices) == set(role.devices)
 
 
-def carried(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
+def carry_gathers(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
     """The role with these values as inputs, computed for the next step after the new parameters; in a new graph.
 
     A start comes right after the new parameter, its wait at the end of the step. The role itself is not changed.
@@ -121,7 +121,7 @@ def carried(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
         with graph.inserting_after(last):
             last = graph.placeholder(f"carry_{operands_of(chain[0])[0].name}")
         last.meta.update({key: x for key, x in chain[-1].meta.items() if key in ("spec", "origin")})
-        values.append(_behind(graph, chain, new[_PARAM, value.item.name], end))
+        values.append(_repeat_chain(graph, chain, new[_PARAM, value.item.name], end))
         chain[-1].replace_all_uses_with(last)
         _erase(graph, chain)
     end.args = ([*end.args[0], *values],)  # type: ignore[misc]
@@ -160,7 +160,7 @@ def _prologue(role: RankGraph, gathered: Sequence[Gathered]) -> RankGraph:
     )
 
 
-def _behind(graph: fx.Graph, chain: Sequence[fx.Node], new: fx.Node, end: fx.Node) -> fx.Node:
+def _repeat_chain(graph: fx.Graph, chain: Sequence[fx.Node], new: fx.Node, end: fx.Node) -> fx.Node:
     """The chain repeated on the new parameter: up to its first start right after that, the rest at the end of the
     step."""
     copies = {operands_of(chain[0])[0]: new}
@@ -175,7 +175,7 @@ def _behind(graph: fx.Graph, chain: Sequence[fx.Node], new: fx.Node, end: fx.Nod
     return cursor
 
 
-def uncarried(role: RankGraph) -> RankGraph:
+def remove_carries(role: RankGraph) -> RankGraph:
     """The role as a step that carries nothing over, in a new graph: the prologue replaces the carried inputs, and
         nothing is computed for the next step. The role itself if it carries nothing.
 
@@ -253,8 +253,8 @@ def _check_same(carried_node: fx.Node, new: fx.Node | None, before: fx.Node, nam
             raise VerifyError(
                 "a carried output differs from the prologue's value",
                 where=where,
-                got=f"{carried_node.name} = {_shown(got)}",
-                expected=f"{_shown(expected)}, as {before.name} does",
+                got=f"{carried_node.name} = {_call_text(got)}",
+                expected=f"{_call_text(expected)}, as {before.name} does",
             )
         (carried_node,), (before,) = operands_of(carried_node), operands_of(before)
     if sources[before].name != name or carried_node is not new:
@@ -278,7 +278,7 @@ def _plain(symbol: fx.Node) -> Any:
     return ("symbol", symbol.target, map_nodes(symbol, _plain)[0])
 
 
-def _shown(call: tuple[Any, Any, Any]) -> str:
+def _call_text(call: tuple[Any, Any, Any]) -> str:
     target, args, kwargs = call
     named = [f"{key}={value}" for key, value in kwargs.items()]
     return f"{op_name(target)}({', '.join([*map(str, args), *named])})"

@@ -60,7 +60,7 @@ def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, Ke
     peak = max(levels)
     repeats = list(_repeats(own, live))
     limit_bytes = limit_of(peak)
-    kept = _kept(repeats, live, levels, limit_bytes)
+    kept = _repeats_that_fit(repeats, live, levels, limit_bytes)
     for repeat in reversed(kept):
         repeat.later.replace_all_uses_with(repeat.earlier)
         erase_unused(own.graph, [repeat.later], partial(_stays, own))
@@ -87,7 +87,7 @@ def _repeats(role: RankGraph, live: RoleLiveness) -> Iterator[_Repeat]:
     that no device keeps them, and each ring is proven by its own messages."""
     numbers = _numbers(role.graph)
     latest: dict[int, fx.Node] = {}
-    needed = _needed(numbers)
+    needed = _ancestors_of_new(numbers)
     for node, number in numbers.items():
         if node.target is not WAIT or "ring" in node.meta or not is_alone(node.all_input_nodes[0], role):
             continue
@@ -99,7 +99,7 @@ def _repeats(role: RankGraph, live: RoleLiveness) -> Iterator[_Repeat]:
             yield _Repeat(earlier, node, last_use, begin, num_bytes)
 
 
-def _needed(numbers: dict[fx.Node, int]) -> set[fx.Node]:
+def _ancestors_of_new(numbers: dict[fx.Node, int]) -> set[fx.Node]:
     """The nodes that something new is computed of, at once or through local ops that are repeated themselves."""
     first: dict[int, fx.Node] = {}
     for node, number in numbers.items():
@@ -132,7 +132,7 @@ def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     return numbers
 
 
-def _kept(repeats: list[_Repeat], live: RoleLiveness, levels: list[int], limit_bytes: int) -> list[_Repeat]:
+def _repeats_that_fit(repeats: list[_Repeat], live: RoleLiveness, levels: list[int], limit_bytes: int) -> list[_Repeat]:
     """The repeats that fit under the limit; `levels` are raised by what these keep."""
     chosen: dict[fx.Node, _Repeat] = {}
     for repeat in sorted(repeats, key=lambda r: r.end - r.begin):

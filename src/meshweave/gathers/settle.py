@@ -53,7 +53,7 @@ def settle(role: RankGraph) -> RankGraph:
                     anchor = following
                 if anchor is not None and not (anchor is end and position[leg[0]] > position[end]):
                     # gradients that the update waits for may be waited for where it uses them
-                    _put(leg, anchor, position, role)
+                    _place_leg(leg, anchor, position, role)
                 following = leg[0]
     return role
 
@@ -63,7 +63,7 @@ def _like(moves: Sequence[_GradientMove], from_end: int) -> fx.Node:
     return moves[max(0, len(moves) - from_end)].first
 
 
-def _put(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int], role: RankGraph) -> None:
+def _place_leg(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int], role: RankGraph) -> None:
     """Move a leg before its anchor, if that comes after its start. The wait for a last step may move forward from
     behind it."""
     if position[anchor] <= position[leg[0].all_input_nodes[0]]:
@@ -98,14 +98,14 @@ def _gradient_moves(role: RankGraph) -> Iterator[_GradientMove]:
     for (kind, _), value in role.results.items():
         if kind not in ("grad", "acc"):
             continue
-        for node in _moved(value, kind):
+        for node in _moved_values(value, kind):
             move = _gradient_move(node)
             if move is not None and PARTS[origin_of(move.first).phase] == _BACKWARD:
                 moves[move.first] = move
     yield from sorted(moves.values(), key=lambda move: position[move.first])
 
 
-def _moved(value: fx.Node, kind: str) -> Sequence[fx.Node]:
+def _moved_values(value: fx.Node, kind: str) -> Sequence[fx.Node]:
     """The last moved value of an output: the value itself, or the addend of a sum so far."""
     if kind == "grad":
         return (value,)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.fitted import along, between
+from meshweave.hardware.fitted import along, interpolate_seconds
 from meshweave.hardware.schema import Power
 from meshweave.hardware.work import Attention, Matmul, MemoryWork, Work
 
@@ -77,7 +77,7 @@ def matmul_seconds(profile: MachineProfile, work: Matmul) -> float:
     for table in model.measured:
         if table.dtype == dtype:
             points = [(m, n, k, b, 2.0 * m * n * k * b, seconds) for m, n, k, b, seconds in table.points]
-            return max(between(points, (work.m, work.n, work.k, work.batch), work.flops), profile.launch_s)
+            return max(interpolate_seconds(points, (work.m, work.n, work.k, work.batch), work.flops), profile.launch_s)
     sustained = _entry(profile, "matmul.sustained", model.sustained, dtype)
     unit = peak_flops(profile, work.dtype) * sustained * power_share(profile.power) / model.num_units
     ramp = model.k_ramp_bytes / work.dtype.itemsize
@@ -85,7 +85,7 @@ def matmul_seconds(profile: MachineProfile, work: Matmul) -> float:
     if not model.tiles:
         raise _missing(profile, "matmul.tiles", "tiles", ())
     best = min(
-        _tiled(work, (int(rows), int(columns)), splits, model.num_units, unit * share, ramp)
+        _tile_seconds(work, (int(rows), int(columns)), splits, model.num_units, unit * share, ramp)
         + (splits > 1) * _PARTIAL_BYTES * 2 * splits * work.batch * work.m * work.n / rate
         for rows, columns, share in model.tiles
         for splits in _SPLITS
@@ -93,7 +93,7 @@ def matmul_seconds(profile: MachineProfile, work: Matmul) -> float:
     return profile.launch_s + max(best, work.bytes / rate)
 
 
-def _tiled(work: Matmul, tile: tuple[int, int], splits: int, num_units: int, unit: float, ramp: float) -> float:
+def _tile_seconds(work: Matmul, tile: tuple[int, int], splits: int, num_units: int, unit: float, ramp: float) -> float:
     rows, columns = tile
     num_tiles = ceil(work.m / rows) * ceil(work.n / columns) * work.batch * splits
     waves = ceil(num_tiles / num_units)
@@ -112,7 +112,7 @@ def attention_seconds(profile: MachineProfile, work: Attention) -> float:
         table = measured[dtype]
         chosen = [p for p in table.points if bool(p[4]) == work.is_causal] or list(table.points)
         features = (work.heads, work.queries, work.keys, work.head_dim)
-        seconds = between([_counted(p, work) for p in chosen], features, work.flops)
+        seconds = interpolate_seconds([_with_flops(p, work) for p in chosen], features, work.flops)
         if dtype != name_of(work.dtype):
             seconds *= peak_flops(profile, getattr(torch, dtype)) / peak_flops(profile, work.dtype)
         return max(seconds, profile.launch_s)
@@ -138,18 +138,18 @@ def _attention_rate(profile: MachineProfile, work: Attention) -> tuple[float, fl
     masked = [row for row in rows if bool(row[1]) == work.is_causal]
     stretch = 1 if masked or not work.is_causal else 2
     table = sorted(masked or rows)
-    half, rate = (_between([(row[0], row[column]) for row in table], work.head_dim) for column in (2, 3))
+    half, rate = (_interpolate([(row[0], row[column]) for row in table], work.head_dim) for column in (2, 3))
     return rate, stretch * half
 
 
-def _between(table: Sequence[tuple[float, float]], x: float) -> float:
+def _interpolate(table: Sequence[tuple[float, float]], x: float) -> float:
     """Linear between the points of `table`, the nearest point's value beyond them."""
     if x <= table[0][0] or x >= table[-1][0]:
         return table[0][1] if x <= table[0][0] else table[-1][1]
     return along(table, x)
 
 
-def _counted(point: tuple[float, ...], work: Attention) -> tuple[float, ...]:
+def _with_flops(point: tuple[float, ...], work: Attention) -> tuple[float, ...]:
     """A measured point with its flops, counted in the same way as those of `work`."""
     heads, queries, keys, head_dim, causal, seconds = point
     flops = 2.0 * heads * queries * keys * head_dim * (5 if work.is_backward else 2) * (0.5 if causal else 1.0)

@@ -64,7 +64,7 @@ def _per_byte(op: str, group_size: int) -> float:
     return bytes_received(op, group_size, 1.0, "fit")
 
 
-def between(points: Sequence[Point], features: Sequence[float], amount: float) -> float:
+def interpolate_seconds(points: Sequence[Point], features: Sequence[float], amount: float) -> float:
     """Seconds of a shape among measured shapes: `amount` (flops) / a rate between those of the nearest points.
 
     A point is its features, its amount and its seconds. Distances are between the logarithms of features; logarithms of

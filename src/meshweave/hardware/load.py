@@ -30,7 +30,7 @@ def profile_names() -> tuple[str, ...]:
 
 def profile_of_device(device_name: str) -> str | None:
     """The name of the built-in profile of a device named as by torch.cuda; None if there is none."""
-    patterns = ((name, _named(name).device) for name in profile_names())
+    patterns = ((name, _load_by_name(name).device) for name in profile_names())
     return next((name for name, pattern in patterns if pattern and fnmatchcase(device_name, pattern)), None)
 
 
@@ -54,11 +54,11 @@ def load_profile(name_or_path: str | Path) -> MachineProfile:
             if near
             else "`meshweave calibrate -o machine.toml` measures this machine",
         )
-    return _named(text)
+    return _load_by_name(text)
 
 
 @lru_cache(maxsize=64)
-def _named(name: str) -> MachineProfile:
+def _load_by_name(name: str) -> MachineProfile:
     return parse_profile((_DATA / f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml")
 
 
@@ -90,7 +90,7 @@ class _ProfileReader:
 
     def table(self, kind: type[Any], value: object, path: Path_) -> Any:
         if not isinstance(value, dict):
-            raise self.wrong("is not a table", path, repr(value), f"a table [{_dotted(path)}]")
+            raise self.wrong("is not a table", path, repr(value), f"a table [{_dotted_path(path)}]")
         known = {f.name: f for f in fields(kind)}
         for key in value:
             if key not in known:
@@ -103,7 +103,7 @@ class _ProfileReader:
         }
         for name, f in known.items():
             if name not in value and f.default is MISSING:
-                raise self.wrong("is missing", (*path, name), "nothing", _expected(f))
+                raise self.wrong("is missing", (*path, name), "nothing", _expected_text(f))
         return kind(**entries)
 
     def value(self, hint: Any, f: Field[Any], value: object, path: Path_) -> Any:
@@ -111,7 +111,7 @@ class _ProfileReader:
         if is_dataclass(kind) and isinstance(kind, type):
             if get_origin(hint) is not tuple:
                 return self.table(kind, value, path)
-            rows = self.rows(value, path, f"tables [[{_dotted(path)}]]")
+            rows = self.rows(value, path, f"tables [[{_dotted_path(path)}]]")
             return tuple(self.table(kind, row, (*path, i)) for i, row in enumerate(rows))
         meta = f.metadata
         if "keys" in meta:
@@ -203,7 +203,7 @@ class _ProfileReader:
     def wrong(self, what: str, path: Path_, got: str, expected: str, hint: str = "") -> MeshweaveError:
         line = next((self.lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.lines), 1)
         return MeshweaveError(
-            f"'{_dotted(path)}' {what}", where=f"{self.file}, line {line}", got=got, expected=expected, hint=hint
+            f"'{_dotted_path(path)}' {what}", where=f"{self.file}, line {line}", got=got, expected=expected, hint=hint
         )
 
 
@@ -214,11 +214,11 @@ def _inner(hint: Any) -> Any:
     return get_args(hint)[0] if get_origin(hint) is tuple else hint
 
 
-def _expected(f: Field[Any]) -> str:
+def _expected_text(f: Field[Any]) -> str:
     return str(f.metadata.get("expected", f"a table [{f.name}]"))
 
 
-def _dotted(path: Path_) -> str:
+def _dotted_path(path: Path_) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 

@@ -144,14 +144,14 @@ def _of_shapes(profile: MachineProfile, op: str, group_shapes: tuple[Shape, ...]
             lines.append(group)
             used = {"node": group[-1].node, "net": group[-1].net}
         else:
-            raise _unmeasured(profile, op, level)
+            raise _unmeasured_error(profile, op, level)
         for name, share in used.items():
             usage[name] = max(usage.get(name, 0.0), share)
     used_levels = tuple(sorted((name, share) for name, share in usage.items() if share > 0))
     return Price(tuple(lines), tuple(curves), used_levels, host, host_s)
 
 
-def _unmeasured(profile: MachineProfile, op: str, level: str) -> MeshweaveError:
+def _unmeasured_error(profile: MachineProfile, op: str, level: str) -> MeshweaveError:
     known = sorted({fit.op for fit in profile.collectives if fit.level == level})
     return MeshweaveError(
         f"the profile has no cost of '{op}' on the links of a {level}",

@@ -15,7 +15,7 @@ from meshweave.ir.device_program import R, Rewrite
 from meshweave.ir.from_graph import graph_program
 from meshweave.ir.graph import output_node
 from meshweave.problem.figures import Agree, CostNumbers, fingerprint
-from meshweave.problem.read import read
+from meshweave.problem.read import read_problem
 from meshweave.rings.lower import rewrite_graph
 from meshweave.schedule import overlap
 from meshweave.schedule.decide import NoOrderError, OrderOptions
@@ -54,7 +54,7 @@ class GraphProgram:
         """Check that the graph is well-formed (as `mw.overlap` requires), takes the same inputs, and returns results of
         the same shapes."""
         self.module.graph.lint()
-        read(graph_program(self.module.graph, self.groups))
+        read_problem(graph_program(self.module.graph, self.groups))
         now, then = _ends(self.module.graph), _ends(before.module.graph)
         if now != then:
             wrong = next((x, y) for x, y in zip_longest(now, then) if x != y)
@@ -80,7 +80,7 @@ class GraphProgram:
     def agreed(self, choice: int) -> int:
         if self.agree is None:
             return choice
-        mark = fingerprint(read(graph_program(self.module.graph, self.groups)))
+        mark = fingerprint(read_problem(graph_program(self.module.graph, self.groups)))
         return int(self.agree(CostNumbers(mark, (float(choice),))).numbers[0])
 
 

@@ -38,7 +38,7 @@ class MergeCosts:
     copy_rate: float
 
 
-def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None) -> MergeCosts:
+def fill_prices(reading: Reading, prices: Prices, factor: float, agree: Agree | None) -> MergeCosts:
     """Fill the problem of a reading with seconds. With `agree`, all ranks use the numbers that it returns.
 
     `factor` scales all communication. Raises MeshweaveError, naming the node, for a cost that is not a duration.
@@ -60,7 +60,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     mine = [*problem.seconds, *own.values(), *moved.values(), *map(float, problem.sizes), prices.copy_rate()]
     mine += [s for curve in curves for s in curve.seconds]
     mine += [dict(prices.usage(i)).get(level, 0.0) for i in own for level in LEVELS]
-    numbers = iter(agreed(reading, mine, agree))
+    numbers = iter(agree_on(reading, mine, agree))
     problem.seconds = [next(numbers) for _ in reading.nodes]
     own = {i: next(numbers) * factor for i in own}
     moved = {i: next(numbers) for i in moved}
@@ -83,7 +83,7 @@ def priced(reading: Reading, prices: Prices, factor: float, agree: Agree | None)
     return MergeCosts(moved, measured, hosts, copy_rate)
 
 
-def agreed(reading: Reading, numbers: Sequence[float], agree: Agree | None) -> Sequence[float]:
+def agree_on(reading: Reading, numbers: Sequence[float], agree: Agree | None) -> Sequence[float]:
     """The numbers that all ranks use."""
     if agree is None:
         return numbers

@@ -14,7 +14,7 @@ from meshweave.simulate.clock import Slowdown
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class Playback:
     """`begin` and `end` by item: of a kernel on the compute stream, of a start's communication on its channel; `issued`
     is when the stream reached a start. `stalls` are (start that was waited for, from, to)."""
 
@@ -32,13 +32,13 @@ def seconds_of(problem: Problem, order: Order, slowdown: Slowdown | None = None)
     return clock.makespan(order, problem.seconds, problem.channel, problem.copy, problem.host, len(problem.channels))
 
 
-def play(problem: Problem, order: Order, slowdown: Slowdown | None = None) -> Played:
+def play(problem: Problem, order: Order, slowdown: Slowdown | None = None) -> Playback:
     """Like `seconds_of`, with the times of every item."""
     times, n = _times(problem, order, slowdown or (lambda levels: 1.0)), problem.num_items
     is_start = [c >= 0 for c in problem.channel]
     begin = tuple(times.starts[n + i if start else i] for i, start in enumerate(is_start))
     end = tuple(times.ends[n + i if start else i] for i, start in enumerate(is_start))
-    return Played(times.seconds, begin, end, tuple(times.starts[:n]), tuple(_stalls(problem, order, begin, end)))
+    return Playback(times.seconds, begin, end, tuple(times.starts[:n]), tuple(_stalls(problem, order, begin, end)))
 
 
 def _times(problem: Problem, order: Order, slowdown: Slowdown) -> clock.Times:

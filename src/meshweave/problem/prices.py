@@ -171,11 +171,11 @@ class CallablePrices:
         problem, rates = self.reading.problem, list[float]()
         for node, seconds in zip(self.reading.nodes, problem.seconds, strict=True):
             if seconds > 0 and known_kind(node) in _MEMORY_BOUND:
-                moved = self._moved(node)
+                moved = self._moved_bytes(node)
                 rates += [moved / seconds] if moved > _LARGE else []
         return min(sorted(rates)[int(_QUANTILE * len(rates))], _FASTEST) if rates else _COPY_RATE
 
-    def _moved(self, node: fx.Node) -> int:
+    def _moved_bytes(self, node: fx.Node) -> int:
         """Bytes that an op moves even if fused: operands that no memory-bound op computes, and results that another
         kind of op reads."""
         values, kinds = self.reading.values, [known_kind(n) for n in _readers(node, self.reading)]

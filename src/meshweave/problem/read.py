@@ -377,7 +377,7 @@ def _join(sources: Sequence[Sources]) -> Sources:
     return frozenset().union(*[s[0] for s in sources]), frozenset().union(*[s[1] for s in sources])
 
 
-def read(program: DeviceProgram, priced_views: Collection[Any] = ()) -> Reading:
+def read_problem(program: DeviceProgram, priced_views: Collection[Any] = ()) -> Reading:
     """The problem of a program, without costs; ops among `priced_views` are kernels although they return views. Raises
     VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used before its
     wait, and for a buffer that is accessed while a communication is in flight."""

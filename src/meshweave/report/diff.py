@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from meshweave.errors import MeshweaveError
-from meshweave.report.spans import COMPUTE_CLASSES, class_of, folded
+from meshweave.report.spans import COMPUTE_CLASSES, class_of, fold_numbers
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table
 from meshweave.simulate.result import Simulation, Span
 
@@ -81,7 +81,7 @@ _Key = tuple[str, str, str, str, str]
 
 
 def _key(span: Span) -> _Key:
-    return span.phase, span.op, span.group, span.layout, folded(span.module)
+    return span.phase, span.op, span.group, span.layout, fold_numbers(span.module)
 
 
 def diff_rows(a: Simulation, b: Simulation) -> tuple[DiffRow, ...]:
@@ -96,18 +96,18 @@ def diff_rows(a: Simulation, b: Simulation) -> tuple[DiffRow, ...]:
     rows = []
     for key, total in sums_b.items():
         if key in sums_a:
-            kind, change = _changed(sums_a[key], total)
+            kind, change = _change_text(sums_a[key], total)
             rows.append(DiffRow(*key, sums_a[key], total, kind, change))
             continue
         before = _moved_from(key, total, only_in_a)
         if before is None:
-            text = f"{_times(total.count)} appear: {bytes_text(total.bytes)}, {_shown(total)}"
+            text = f"{_times(total.count)} appear: {bytes_text(total.bytes)}, {_sum_text(total)}"
             rows.append(DiffRow(*key, Sum(), total, "appears", text))
         else:
-            rows.append(DiffRow(*key, sums_a[before], total, "moved", _moved(before, key, sums_a[before], total)))
+            rows.append(DiffRow(*key, sums_a[before], total, "moved", _moved_text(before, key, sums_a[before], total)))
             del only_in_a[before]
     for key, total in only_in_a.items():
-        text = f"{_times(total.count)} vanish: {bytes_text(total.bytes)}, {_shown(total)}"
+        text = f"{_times(total.count)} vanish: {bytes_text(total.bytes)}, {_sum_text(total)}"
         rows.append(DiffRow(*key, total, Sum(), "vanishes", text))
     return tuple(sorted(rows, key=_weight))
 
@@ -139,19 +139,19 @@ def _times(count: int) -> str:
     return f"{count:,}"
 
 
-def _shown(total: Sum) -> str:
+def _sum_text(total: Sum) -> str:
     return f"{milliseconds_text(total.seconds)}, {milliseconds_text(total.exposed_seconds)} of them exposed"
 
 
-def _moved(before: _Key, after: _Key, a: Sum, b: Sum) -> str:
+def _moved_text(before: _Key, after: _Key, a: Sum, b: Sum) -> str:
     """Which of op, group and layouts differ, and the effect."""
     names = (("", 1), ("over ", 2), ("", 3))
     parts = [f"{word}{after[at]} instead of {before[at] or 'none'}" for word, at in names if before[at] != after[at]]
-    _, change = _changed(a, b)
+    _, change = _change_text(a, b)
     return "; ".join([*parts, *([change] if change else [])])
 
 
-def _changed(a: Sum, b: Sum) -> tuple[str, str]:
+def _change_text(a: Sum, b: Sum) -> tuple[str, str]:
     """`same` or `changed`, and how number, bytes, seconds and exposed seconds differ."""
     parts = []
     if a.count != b.count:

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshweave.report.diff import class_errors, diff_rows, step_split
 from meshweave.report.moves import MoveRow
-from meshweave.report.spans import class_of, exposed_stretches, folded, lanes_of, nanoseconds
+from meshweave.report.spans import class_of, exposed_stretches, fold_numbers, lanes_of, nanoseconds
 from meshweave.simulate.result import RoleResult, Simulation, Span
 
 _NUM_NAMES = 24  # listed graph nodes of a fused kernel; if there are more, their number is shown
@@ -69,7 +69,7 @@ class _Page:
         }
         texts = {
             "name": span.name, "op": span.op, "kind": span.kind, "phase": span.phase, "module": span.module,
-            "fold": folded(span.module), "line": span.line, "layout": span.layout, "group": span.group,
+            "fold": fold_numbers(span.module), "line": span.line, "layout": span.layout, "group": span.group,
             "cls": class_of(span), "names": " ".join(cut),
         }  # fmt: skip
         values |= {key: self.string(text) for key, text in texts.items()}

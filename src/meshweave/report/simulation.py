@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from meshweave.report.spans import COMPUTE_CLASSES, class_of, folded
+from meshweave.report.spans import COMPUTE_CLASSES, class_of, fold_numbers
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table, short_line
 from meshweave.simulate.result import Simulation, Span
 
@@ -51,7 +51,7 @@ def simulation_table(simulation: Simulation) -> Group:
         Text(),
         _classes(simulation),
         Text(),
-        _exposed(simulation),
+        _exposed_table(simulation),
         Text(),
         _memory(simulation),
     ]
@@ -93,7 +93,7 @@ def _classes(simulation: Simulation) -> Table:
     return table
 
 
-def _exposed(simulation: Simulation) -> Table:
+def _exposed_table(simulation: Simulation) -> Table:
     """The most exposed communications, with those of repeated layers combined: their sum, and the main reason of the
     worst."""
     table = plain_table(">exposed", ">of", ">times", "op", "over", "phase", "~module", "~line", "~why")
@@ -101,7 +101,7 @@ def _exposed(simulation: Simulation) -> Table:
     twins: dict[tuple[str, ...], list[Span]] = {}
     for span in simulation.spans:
         if span.exposed_seconds > 0:
-            key = (span.phase, span.op, span.group, span.layout, folded(span.module), span.line)
+            key = (span.phase, span.op, span.group, span.layout, fold_numbers(span.module), span.line)
             twins.setdefault(key, []).append(span)
     shown = sorted(twins.items(), key=lambda item: (-sum(s.exposed_seconds for s in item[1]), item[0]))
     for names, spans in shown[:_NUM_EXPOSED]:

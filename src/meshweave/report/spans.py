@@ -27,7 +27,7 @@ def class_of(span: Span) -> str:
     return "matmul" if span.flops > 0 else "memory"
 
 
-def folded(module: str) -> str:
+def fold_numbers(module: str) -> str:
     """A module path with `*` for its numbers: the common path of twins in repeated layers."""
     return re.sub(r"\b\d+\b", "*", module)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from meshweave.chunks.chains import Chunker, Downstream, Shapes, Upstream, part_of, read_outside, shaped
+from meshweave.chunks.chains import Chunker, Downstream, Shapes, Upstream, part_of, read_outside, reshape
 from meshweave.chunks.cut import Cut
 from meshweave.chunks.writer import ChunkWriter, Number, Ring
 from meshweave.ir import local_ops
@@ -180,7 +180,7 @@ def rewrite_reduce(
         write.place = wait
         result = write.wait(begun)
         part = part_of(shapes.values[operand][0], cut)
-        stacked = shaped(part, (ring.size * part.shape[0], *part.shape[1:]))
+        stacked = reshape(part, (ring.size * part.shape[0], *part.shape[1:]))
         shapes.take_over(operands_of(begun)[0], (part,), operand)
         shapes.take_over(result, (stacked,), operand)
         if cut.dim:

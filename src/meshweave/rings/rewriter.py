@@ -17,7 +17,7 @@ from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import origin_of, place_of, wide_dtype
 from meshweave.ir.rank import operands_of
 from meshweave.problem.prices import ProfilePrices
-from meshweave.problem.read import read
+from meshweave.problem.read import read_problem
 from meshweave.rings.algorithms import algorithm, prove
 from meshweave.rings.all_to_all import ExchangeRegion, exchanged, is_even, rewrite_deal, rewrite_exchange
 from meshweave.rings.find import KINDS, after, gathered, hoisted, reduced, starts_of, variants
@@ -317,7 +317,7 @@ def take_apart(
 
 def _kernels(program: DeviceProgram, profile: MachineProfile) -> Kernels:
     """Position and seconds of every op that computes, in the order of positions."""
-    reading = read(program)
+    reading = read_problem(program)
     prices = ProfilePrices(reading, profile)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     nodes = sorted((n for i, n in enumerate(reading.nodes) if i not in reading.rows), key=order.__getitem__)

@@ -18,7 +18,7 @@ from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.from_graph import graph_program
 from meshweave.ir.graph import copied_graph, place_of
 from meshweave.ir.values import Values
-from meshweave.problem.read import Reading, read
+from meshweave.problem.read import Reading, read_problem
 from meshweave.rings.blocks import raise_blocks
 from meshweave.rings.find import KINDS
 
@@ -43,7 +43,7 @@ def ring_graph(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: 
     graph = copied_graph(old)
     raise_blocks(graph)
     program = graph_program(graph, groups)
-    reading = read(program)
+    reading = read_problem(program)
     members: dict[str, tuple[int, ...]] = {}
     for i in reading.rows:
         node, name = reading.nodes[i], reading.problem.channels[reading.problem.channel[i]]

@@ -18,7 +18,7 @@ from meshweave.ir.values import Local, local_values
 from meshweave.runtime.kinds import classify
 from meshweave.runtime.tracing import DeviceTrace, Event
 from meshweave.simulate.classify import operand_values, work_of
-from meshweave.simulate.exposure import covered
+from meshweave.simulate.exposure import covered_seconds
 from meshweave.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in simulated steps
@@ -156,8 +156,8 @@ class _Role:
                 producers.update((name, self.first + i) for name in span.names)
 
     def result(self) -> RoleResult:
-        compute = covered([(s.start, s.end) for s in self.spans if s.kind == "compute"])
-        communication = covered([(s.start, s.end) for s in self.spans if s.kind != "compute"])
+        compute = covered_seconds([(s.start, s.end) for s in self.spans if s.kind == "compute"])
+        communication = covered_seconds([(s.start, s.end) for s in self.spans if s.kind != "compute"])
         exposed = sum(self.exposed.values())
         whole = self.trace.ended - self.trace.began
         curve, peak, peak_at, at_peak = self.memory()

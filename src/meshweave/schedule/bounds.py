@@ -38,8 +38,8 @@ def bound_of(problem: Problem) -> float:
             items[problem.channel[i]].append(i)  # the last list is that of the compute stream, channel -1
     for group in items:
         work = [own[i] - problem.startup[i] if problem.channel[i] >= 0 else own[i] for i in group]
-        longest = max(longest, _preempted([heads[i] for i in group], work, [tails[i] for i in group]))
-    return max(longest, _beside(problem, heads, tails, own))
+        longest = max(longest, _preemptive_makespan([heads[i] for i in group], work, [tails[i] for i in group]))
+    return max(longest, _bound_with_kernel(problem, heads, tails, own))
 
 
 def _heads(problem: Problem, own: Sequence[float]) -> list[float]:
@@ -116,7 +116,7 @@ class _PathLengths:
         return longest
 
 
-def _beside(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> float:
+def _bound_with_kernel(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> float:
     """The critical path with a long kernel beside it, which runs before, after, or between two kernels of the path; the
     following kernel begins when it is done. The minimum over these places, the maximum over the longest kernels."""
     chain = _chain(problem, heads, tails, own)
@@ -148,7 +148,7 @@ def _chain(problem: Problem, heads: Sequence[float], tails: Sequence[float], own
     return [i for i in chain if channel[i] < 0]
 
 
-def _preempted(heads: Sequence[float], work: Sequence[float], tails: Sequence[float]) -> float:
+def _preemptive_makespan(heads: Sequence[float], work: Sequence[float], tails: Sequence[float]) -> float:
     """The makespan of a machine that always runs, among arrived jobs, that with the longest tail."""
     left = list(work)
     arrivals = sorted(range(len(heads)), key=lambda i: heads[i])

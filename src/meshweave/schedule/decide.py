@@ -20,7 +20,7 @@ from meshweave.schedule.bounds import bound_of
 from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
 from meshweave.schedule.report import INPUT, CandidateRow, Deferred, OverlapReport
 from meshweave.schedule.search import OrderCandidate, OrderSearch, choose
-from meshweave.schedule.waits import hoisted, sunk_waits, with_waits
+from meshweave.schedule.waits import hoist_continuations, sunk_waits, with_waits
 from meshweave.simulate.clock import Slowdown
 
 _SLACK = 0.05  # how far above the input order's peak an order may go if the caller sets no cap
@@ -117,13 +117,13 @@ def decide(
     cap = cap_of(before, memory_cap_bytes, ceiling)
     known = [(INPUT, problem.order), *orders]
     search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
-    decision = _searched(search, known, options.choose)
+    decision = _search(search, known, options.choose)
     report = _report(decision, search, before, notes)
     rewrite(merger.reading, decision.chosen.merged, decision.chosen.order)
     return report
 
 
-def _searched(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> Decision:
+def _search(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> Decision:
     """Raises NoOrderError where nothing fits."""
     candidates = search.run(orders)
     if not candidates:
@@ -131,7 +131,7 @@ def _searched(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: st
         raise _no_order(search.merger.reading, search.least, search.cap)
     names = {name for name, _ in orders}
     choice = choose(candidates, search.slowdown, rule, sum(c.name in names for c in candidates))
-    chosen = _settled(choice.chosen, search.slowdown, search.cap)
+    chosen = _delay_waits(choice.chosen, search.slowdown, search.cap)
     judged = [chosen if c is choice.chosen else c for c in choice.candidates]
     rows = [
         CandidateRow(
@@ -145,12 +145,12 @@ def _searched(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: st
     return Decision(chosen, tuple(rows), choice.regret)
 
 
-def _settled(chosen: OrderCandidate, slowdown: Slowdown | None, cap: float) -> OrderCandidate:
+def _delay_waits(chosen: OrderCandidate, slowdown: Slowdown | None, cap: float) -> OrderCandidate:
     """The candidate with chains of kernels in one piece (`hoisted`) and its waits as late as memory allows
     (`sunk_waits`), as far as that changes its nominal time by no more than `_SUNK`: other caps chose among orders whose
     items were not moved."""
     problem = chosen.merged.problem
-    for items in (hoisted(problem, with_waits(problem, chosen.order)), chosen.order):
+    for items in (hoist_continuations(problem, with_waits(problem, chosen.order)), chosen.order):
         order = tuple(sunk_waits(problem, items, slowdown))
         seconds, peak = seconds_of(problem, order, slowdown), peak_of(problem, order)
         if peak <= cap and (1 - _SUNK) * chosen.seconds[0] <= seconds <= chosen.seconds[0]:

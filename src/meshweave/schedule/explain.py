@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from meshweave.buckets.merge import Merger
 from meshweave.ir.graph import op_name
-from meshweave.problem.play import Played, play
+from meshweave.problem.play import Playback, play
 from meshweave.schedule.report import CollectiveRow, Merge
 from meshweave.schedule.search import OrderCandidate, OrderSearch
 from meshweave.simulate.clock import Slowdown
@@ -16,7 +16,7 @@ _SHOWN = 4  # kernels listed per collective
 _LOOKED_AT = 256  # kernels after a stall that are examined as possible fillers
 
 
-def exposed_of(played: Played) -> float:
+def exposed_of(played: Playback) -> float:
     """Seconds in which the compute stream waits for communication."""
     return sum(b - a for _, a, b in played.stalls)
 
@@ -67,7 +67,7 @@ def collective_rows(merger: Merger, chosen: OrderCandidate, slowdown: Slowdown |
 
 
 def _reason(
-    chosen: OrderCandidate, played: Played, c: int, since: float, place: Mapping[int, int], users: Mapping[int, int]
+    chosen: OrderCandidate, played: Playback, c: int, since: float, place: Mapping[int, int], users: Mapping[int, int]
 ) -> str:
     """Why the stream waits for communication c from `since` on."""
     problem = chosen.merged.problem
@@ -98,7 +98,7 @@ def _reason(
     return f"{user} needs it; {reason}; {rest}"
 
 
-def _could_run(chosen: OrderCandidate, played: Played, c: int, since: float, place: Mapping[int, int]) -> str:
+def _could_run(chosen: OrderCandidate, played: Playback, c: int, since: float, place: Mapping[int, int]) -> str:
     """A kernel after the stall that had all its operands when the stall began; "" if there is none."""
     problem = chosen.merged.problem
     at = place.get(~c, len(chosen.order))

@@ -30,7 +30,7 @@ class Folded:
         return unfolded_order
 
 
-def unfolded(problem: Problem) -> Folded:
+def trivial_fold(problem: Problem) -> Folded:
     """The problem, unchanged."""
     return Folded(problem, tuple((i,) for i in range(problem.num_items)))
 

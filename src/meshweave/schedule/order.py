@@ -12,9 +12,9 @@ from torch import fx
 from meshweave.buckets.merge import Merger
 from meshweave.errors import MeshweaveError
 from meshweave.ir.device_program import DeviceProgram
-from meshweave.problem.figures import Agree, priced
+from meshweave.problem.figures import Agree, fill_prices
 from meshweave.problem.prices import CostModel
-from meshweave.problem.read import Reading, read
+from meshweave.problem.read import Reading, read_problem
 from meshweave.schedule.decide import OrderOptions, decide
 from meshweave.schedule.report import OverlapReport
 from meshweave.schedule.waits import with_waits
@@ -38,12 +38,12 @@ def order_program(
     if options.releasable is not None:
         program = replace(program, is_releasable=options.releasable)
     with without_collector():
-        reading = read(program, costs.kernel_views(program.graph))
+        reading = read_problem(program, costs.kernel_views(program.graph))
         if program.checks_groups:
             for item in reading.rows:
                 program.group_of(reading.nodes[item])
         prices = costs.prices(reading)
-        merger = Merger(reading, priced(reading, prices, options.communication_factor, agree))
+        merger = Merger(reading, fill_prices(reading, prices, options.communication_factor, agree))
         _keep_even(merger, program.uneven)
         orders = [(f"order {k} handed in", order) for k, order in enumerate(_orders(reading, options))]
         ceiling = costs.capacity if program.is_whole else None

@@ -12,7 +12,7 @@ from meshweave.buckets.merged import Bucket, Merged
 from meshweave.problem.play import peak_of, seconds_of
 from meshweave.problem.problem import Order, Problem
 from meshweave.problem.scenarios import NOMINAL, SCENARIOS, SLOW
-from meshweave.schedule.fold import Folded, fold, unfolded
+from meshweave.schedule.fold import Folded, fold, trivial_fold
 from meshweave.schedule.outline import Outline
 from meshweave.schedule.ready_queue import Policy, schedule
 from meshweave.simulate.clock import Slowdown
@@ -198,7 +198,7 @@ class OrderSearch:
         if (buckets, is_folded) not in self.shapes:
             other = self.shapes.get((buckets, not is_folded))
             merged = other.merged if other is not None else self.merger.merged(buckets)
-            folded = fold(merged.problem) if is_folded else unfolded(merged.problem)
+            folded = fold(merged.problem) if is_folded else trivial_fold(merged.problem)
             self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem), is_folded)
         return self.shapes[buckets, is_folded]
 
@@ -318,11 +318,11 @@ class OrderSearch:
                 joined = (*a, *b)
                 size = sum(self.merger.size(c) for c in joined)
                 if size <= self.most_bytes and not self.merger.can_join(joined[:-1], joined[-1]):
-                    yield _sorted([*(x for x in buckets if x not in (a, b)), joined])
+                    yield _sort_buckets([*(x for x in buckets if x not in (a, b)), joined])
         for bucket in buckets:
             for cut in range(1, len(bucket)):
                 parts = [part for part in (bucket[:cut], bucket[cut:]) if len(part) > 1]
-                yield _sorted([*(x for x in buckets if x != bucket), *parts])
+                yield _sort_buckets([*(x for x in buckets if x != bucket), *parts])
 
 
 def busy(problem: Problem) -> float:
@@ -331,7 +331,7 @@ def busy(problem: Problem) -> float:
     return sum(problem.copy) + copies
 
 
-def _sorted(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+def _sort_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
     return tuple(sorted(buckets))
 
 
@@ -365,7 +365,7 @@ def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule
         slow |= {id(c): SLOW.seconds(c.merged.problem, c.order, slowdown) for c in ranked}
         rest = [c for c in ranked if not any(c is pooled for pooled in pool)]
         pool += sorted(rest, key=lambda c: slow[id(c)])[: most // 2]
-    judged = [_judged(c, slowdown, slow.get(id(c))) for c in pool]
+    judged = [_judge(c, slowdown, slow.get(id(c))) for c in pool]
     limit = min((c.seconds[0] for c in judged[:protected]), default=inf)
     best = [min(c.seconds[k] for c in judged) for k in range(len(SCENARIOS))]
     regrets = [max(_regret(s, b) for s, b in zip(c.seconds, best, strict=True)) for c in judged]
@@ -389,7 +389,7 @@ def _distinct(ranked: Sequence[OrderCandidate], most: int) -> list[OrderCandidat
     return list(distinct.values())
 
 
-def _judged(c: OrderCandidate, slowdown: Slowdown | None, slow: float | None) -> OrderCandidate:
+def _judge(c: OrderCandidate, slowdown: Slowdown | None, slow: float | None) -> OrderCandidate:
     """The candidate under every scenario; `slow`: its seconds under SLOW, if known."""
     problem, rest = c.merged.problem, [s for s in SCENARIOS if s is not NOMINAL]
     seconds = [slow if s is SLOW and slow is not None else s.seconds(problem, c.order, slowdown) for s in rest]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.gathers.carry import GatheredBlock, carriable, carried
+from meshweave.gathers.carry import GatheredBlock, carriable, carry_gathers
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.from_role import role_form
 from meshweave.ir.graph import StepGraph
@@ -123,7 +123,7 @@ def overlap_roles(
     """
     how = scheduling or Scheduling()
     tasks = lower_tasks(roles, profile, default_fusion(profile))
-    plain = _ordered(roles, profile, how, microbatches, _figures(tasks))
+    plain = _order_roles(roles, profile, how, microbatches, _figures(tasks))
     ordered = plain if placed is None else _carrying(roles, placed, plain, profile, how, microbatches)
     if microbatches == 1:
         before = times_of(tasks, profile.compute_slowdown).seconds
@@ -137,7 +137,7 @@ def overlap_roles(
     return OrderedRoles(tuple(map(copied, roles)), tuple(r.left(note) for r in plain.reports), before)
 
 
-def _ordered(
+def _order_roles(
     roles: Sequence[RankGraph],
     profile: MachineProfile,
     how: Scheduling,
@@ -180,11 +180,11 @@ def _carrying(
     for count in _counts(wanted, max(map(len, blocks))):
         chosen = [gathered_blocks[:count] for gathered_blocks in blocks]
         carrying = [
-            carried(r, [g for b in gathered_blocks for g in b.gathered])
+            carry_gathers(r, [g for b in gathered_blocks for g in b.gathered])
             for r, gathered_blocks in zip(roles, chosen, strict=True)
         ]
         try:
-            ordered = _ordered(carrying, profile, how, microbatches, tasks_of(carrying, profile), caps)
+            ordered = _order_roles(carrying, profile, how, microbatches, tasks_of(carrying, profile), caps)
         except NoOrderError:
             if wanted != "auto":
                 raise

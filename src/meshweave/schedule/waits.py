@@ -26,7 +26,7 @@ def with_waits(problem: Problem, order: Sequence[int]) -> list[int]:
     return [*complete, *(~c for c in problem.starts if problem.is_waited[c] and c not in waited)]
 
 
-def hoisted(problem: Problem, order: Order) -> list[int]:
+def hoist_continuations(problem: Problem, order: Order) -> list[int]:
     """The order with each kernel that continues an earlier kernel in front of the waits that it does not need, so that
     these do not part what a compiler would fuse, such as the ops of an update. No kernel passes the start of a
     communication: none begins later, and since more is computed before each wait, no order becomes slower."""

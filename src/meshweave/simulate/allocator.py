@@ -77,7 +77,7 @@ class CachingAllocator:
             block = self._grown(pool, size, _SMALL_SEGMENT if is_small else _LARGE_SEGMENT)
         elif block is None:
             self.reserved += _segment_size(size)
-            block = self._begun(_segment_size(size))
+            block = self._new_segment(_segment_size(size))
         else:
             pool.remove(block)
         rest = block.size - size
@@ -92,7 +92,7 @@ class CachingAllocator:
         self._allocated[self._count] = (block, pool)
         return self._count
 
-    def _begun(self, size: int) -> _Block:
+    def _new_segment(self, size: int) -> _Block:
         self._segments += 1
         return _Block(self._segments, 0, size)
 
@@ -100,7 +100,7 @@ class CachingAllocator:
         """A free block of at least `size` at the end of the pool's segment, which grows by whole chunks."""
         block, last = pool.last, pool.last
         if last is None:
-            block = self._begun(0)
+            block = self._new_segment(0)
         elif last.is_free:
             pool.remove(last)
         else:

@@ -48,7 +48,7 @@ def check_buckets(buckets: Buckets) -> None:
         )
 
 
-def grouped(members: Sequence[Member], buckets: Buckets) -> Iterator[list[int]]:
+def group_members(members: Sequence[Member], buckets: Buckets) -> Iterator[list[int]]:
     """The members of each bucket, by index: runs of neighbours of the same kind, phase and microbatch.
 
     A bucket is closed if one of its members is waited for before the next may start: the next would wait for itself.

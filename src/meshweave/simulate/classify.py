@@ -225,7 +225,7 @@ def _attention(node: fx.Node, operands: Operands, results: Operands) -> tuple[Wo
         Attention(heads, rows, columns, dim, is_causal, is_backward, q.dtype, total * rows * columns // pairs)
         for rows, columns, is_causal in blocks
     ]
-    return (*works, *_reordered(arguments, operands, results, q, k))
+    return (*works, *_reorder_copies(arguments, operands, results, q, k))
 
 
 def _blocks(arguments: Mapping[str, Any], queries: int, keys: int) -> tuple[tuple[int, int, bool], ...]:
@@ -262,7 +262,7 @@ def _most_work(
     return tuple((b.rows.stop - b.rows.start, b.keys.stop - b.keys.start, b.is_causal) for b in most)
 
 
-def _reordered(
+def _reorder_copies(
     arguments: Mapping[str, Any], operands: Operands, results: Operands, q: Value, k: Value
 ) -> tuple[MemoryWork, ...]:
     """Copies of tensors that are stored in another order than that of their positions."""

@@ -72,7 +72,9 @@ class _Analysis:
             shown = sum(self.attribute(index, gap) for gap in gaps)
             compute.append(busy)
             communication.append(
-                covered([(self.times.starts[c], self.times.ends[c]) for line in self.copies[index] for c in line])
+                covered_seconds(
+                    [(self.times.starts[c], self.times.ends[c]) for line in self.copies[index] for c in line]
+                )
             )
             total.append(shown)
             idle.append(max(0.0, self.times.seconds - busy - shown))
@@ -99,7 +101,7 @@ class _Analysis:
         shares: dict[int, float] = {}
         for a, b in pairwise(cuts):
             active = [c for c in running if self.times.starts[c] <= a and self.times.ends[c] >= b]
-            chosen = self._blamed(active, gap.stalled)
+            chosen = self._blocking_copies(active, gap.stalled)
             for c in chosen:
                 shares[c] = shares.get(c, 0.0) + (b - a) / len(chosen)
         for c, seconds in shares.items():
@@ -113,7 +115,7 @@ class _Analysis:
             yield line[at]
             at += 1
 
-    def _blamed(self, active: Sequence[int], stalled: int) -> list[int]:
+    def _blocking_copies(self, active: Sequence[int], stalled: int) -> list[int]:
         """The stalled copy if it runs, else the running copy of its channel, else all running copies."""
         if stalled in active:
             return [stalled]
@@ -225,7 +227,7 @@ class _Analysis:
         return f"{op_name(node.target)} {node.name}" + (f" ({origin.source})" if origin.source else "")
 
 
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
+def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """Seconds inside any of the intervals."""
     total, last = 0.0, float("-inf")
     for begin, end in sorted(intervals):

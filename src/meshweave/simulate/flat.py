@@ -96,9 +96,9 @@ def _with_root_group(
     reductions = [f for f in of_root if f.node.target is REDUCE]
     yield from (f for f in own if f not in gathers and f not in reductions)
     if gathers:
-        yield _joined(gathers, min(f.issued for f in gathers))
+        yield _join(gathers, min(f.issued for f in gathers))
     if reductions:
-        yield _joined(reductions, end)
+        yield _join(reductions, end)
     for key in (key for f in gathers for key in f.results):
         lives[key].end = max(lives[key].end, end)
     done = max((f.waited for f in reductions), default=end)
@@ -111,7 +111,7 @@ def _with_root_group(
         lives[key].end = max(lives[key].end, done)
 
 
-def _joined(flats: Sequence[Flat], issued: float) -> Flat:
+def _join(flats: Sequence[Flat], issued: float) -> Flat:
     operands = tuple(key for f in flats for key in f.operands)
     results = tuple(key for f in flats for key in f.results)
     return Flat(flats[0].node, operands, results, issued, min(f.waited for f in flats))

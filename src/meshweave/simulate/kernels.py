@@ -146,9 +146,9 @@ class _Fusion:
         origin = origin_of(node)
         if origin.phase != "backward" or not self._is_compiled(origin):
             return list(operands)
-        return list(dict.fromkeys(x for base in operands for x in self._kept(node, base)))
+        return list(dict.fromkeys(x for base in operands for x in self._saved_values(node, base)))
 
-    def _kept(self, node: fx.Node, base: fx.Node) -> tuple[fx.Node, ...]:
+    def _saved_values(self, node: fx.Node, base: fx.Node) -> tuple[fx.Node, ...]:
         """What a compiled op of backward reads for `base` of its block's forward: `base`, or the values that it is
         pointwise of if they have fewer bytes, as AOTAutograd's min-cut partitioner decides (torch 2.13,
         _functorch/partitioners.py)."""
@@ -178,8 +178,8 @@ class _Fusion:
         """Add a node to the groups that it reads from: to all of them, else to the last possible."""
         if not is_fusible(self.kinds[node]):
             return None
-        if (product := self._biased(node)) is not None:
-            merged = self._merged([product], node)
+        if (product := self._bias_group(node)) is not None:
+            merged = self._merge([product], node)
             if merged is not None:
                 merged.is_open = False
             return merged
@@ -189,11 +189,11 @@ class _Fusion:
         )
         joinable.sort(key=lambda group: group.position)
         for chosen in (joinable, *([group] for group in reversed(joinable))):
-            if chosen and (merged := self._merged(chosen, node)):
+            if chosen and (merged := self._merge(chosen, node)):
                 return merged
         return None
 
-    def _biased(self, node: fx.Node) -> _KernelGroup | None:
+    def _bias_group(self, node: fx.Node) -> _KernelGroup | None:
         """The matmul to which an op of eager mode adds a vector: a single kernel does both (cublasLt's epilogue, which
         addmm uses: torch 2.13, aten/src/ATen/native/cuda/Blas.cpp)."""
         operands = node.all_input_nodes
@@ -233,7 +233,7 @@ class _Fusion:
     def _is_compiled(self, origin: Origin) -> bool:
         return is_compiled(origin, self.fusion)
 
-    def _merged(self, groups: Sequence[_KernelGroup], node: fx.Node) -> _KernelGroup | None:
+    def _merge(self, groups: Sequence[_KernelGroup], node: fx.Node) -> _KernelGroup | None:
         if len(groups) == 1:
             (group,) = groups
             if all(self.group_of.get(x) is group or self._position(x) < group.position for x in self.operands(node)):
@@ -339,7 +339,7 @@ def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], loca
         is_view = node in grouping.bases
         works = (MemoryWork("copy", 0, 0, shown[0].dtype),) if is_view else work_of(node, shown, local.values[node])
     else:
-        operands = [x for n in group.nodes for x in _read(n, inside, grouping, local)]
+        operands = [x for n in group.nodes for x in _read_values(n, inside, grouping, local)]
         kinds = [grouping.kinds[n] for n in group.nodes]
         if kinds[0] == "matmul":  # with a bias
             product = group.nodes[0]
@@ -350,7 +350,7 @@ def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], loca
     return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes) or tuple(group.nodes[-1:]))
 
 
-def _read(node: fx.Node, inside: set[fx.Node], grouping: _Fusion, local: Local) -> Iterable[Value]:
+def _read_values(node: fx.Node, inside: set[fx.Node], grouping: _Fusion, local: Local) -> Iterable[Value]:
     """What an op of a fused kernel reads from memory: operands (as it sees them) that are not computed inside."""
     for n in node.all_input_nodes:
         bases = grouping.bases.get(n, (n,))

@@ -11,7 +11,7 @@ from meshweave.ir.graph import origin_of
 from meshweave.simulate.kernels import Fusion, is_compiled
 
 
-def issued(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> Iterator[float]:
+def launch_times(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> Iterator[float]:
     """Earliest launch times of a stream's tasks, in seconds from the step's begin; tasks are named by a node.
 
     An op of eager mode takes `eager_s` of the processor. Compiled code launches at no cost here, optimizers launch all

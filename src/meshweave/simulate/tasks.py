@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from meshweave.engine.machine import Schedule
-from meshweave.engine.match import Channel, agreed
+from meshweave.engine.match import Channel, match_transfer
 from meshweave.errors import VerifyError
 from meshweave.hardware.collectives import collective_seconds, host_seconds
 from meshweave.hardware.profile import MachineProfile
@@ -23,9 +23,9 @@ from meshweave.ir.collectives import STARTS, TABLE, TRANSFER, WAIT, transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
-from meshweave.simulate.buckets import OF_BLOCKS, Buckets, Member, check_buckets, grouped
+from meshweave.simulate.buckets import OF_BLOCKS, Buckets, Member, check_buckets, group_members
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
-from meshweave.simulate.launches import issued
+from meshweave.simulate.launches import launch_times
 from meshweave.simulate.narrow import Narrow
 from meshweave.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, loss_exchange, passes_of
 
@@ -149,7 +149,7 @@ class _TaskLowering:
                 assert isinstance(started, fx.Node)
                 late = part == UPDATE and (started, last) in begun
                 self.waits.setdefault(begun[started, last if late else microbatch], task)
-        launches = issued([self.tasks[task].node for task in numbers], self.fusion, self.profile.eager_s)
+        launches = launch_times([self.tasks[task].node for task in numbers], self.fusion, self.profile.eager_s)
         for task, at in zip(numbers, launches, strict=True):
             self.tasks[task] = replace(self.tasks[task], issued=at)
         return numbers
@@ -189,7 +189,7 @@ class _TaskLowering:
         """The queue of a start: the groups of its axes, with the roles that they reach into, or a transfer."""
         key = str(node.args[-1])
         if node.target is transfer:
-            channel = agreed(self.graphs, key)
+            channel = match_transfer(self.graphs, key)
             roles = (
                 self.members({*channel.source.mesh.devices, *channel.target.mesh.devices})
                 if not channel.axes
@@ -208,7 +208,7 @@ class _TaskLowering:
         kind, key, *roles = channel
         if kind == "group":
             return channel
-        endpoints = agreed(self.graphs, key)
+        endpoints = match_transfer(self.graphs, key)
         return (kind, endpoints.source.mesh, endpoints.target.mesh, endpoints.axes, *roles)
 
     def line_name(self, line: tuple[Any, ...]) -> str:
@@ -230,7 +230,7 @@ class _TaskLowering:
             for task in (self.tasks[start],)
         ]
         is_own = all(channel[0] == "group" and len(starts) == 1 for _, channel, starts in waiting)
-        for bucket in grouped(members, self.buckets if is_own else "none"):
+        for bucket in group_members(members, self.buckets if is_own else "none"):
             yield [waiting[i][1:] for i in bucket]
 
     def copy(self, bucket: Sequence[tuple[Channel, Starts]]) -> int:
@@ -292,7 +292,7 @@ class _TaskLowering:
         every = list(starts.values())
         if kind == "group" or not self.is_buffered:
             return every, every
-        channel = agreed(self.graphs, key)
+        channel = match_transfer(self.graphs, key)
         senders = [
             s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(channel.source.mesh.devices)
         ]
@@ -315,7 +315,7 @@ class _TaskLowering:
 
     def transferred(self, key: str, roles: Sequence[int], start: SimulatedTask) -> SimulatedTask:
         """A receiver and a sender represent all: the first devices of the meshes that have anything to move."""
-        channel = agreed(self.graphs, key)
+        channel = match_transfer(self.graphs, key)
         item = channel.spec.dtype.itemsize
         routes = channel.routes
         best, usage, received = 0.0, tuple[tuple[str, float], ...](), 0.0
