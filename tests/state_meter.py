@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.kinds import KINDS, classify
+from meshweave.runtime.measured import KINDS, classify
 from meshweave.runtime.state import State
 
 

@@ -22,7 +22,7 @@ from meshweave.errors import CheckpointError, LayoutError, MeshweaveError, PlanE
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.program import Program
-from meshweave.runtime.kinds import classify
+from meshweave.runtime.measured import classify
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.state import State
 from meshweave.runtime.world import LocalWorld

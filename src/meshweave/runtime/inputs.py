@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshweave.errors import LayoutError
 from meshweave.ir.graph import Input
 from meshweave.ir.pieces import Box
-from meshweave.runtime.batches import batch_piece
 from meshweave.runtime.carries import GatheredParams
 from meshweave.runtime.executor import Compiled, Env, Meter
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.update import nodes_of
-from meshweave.runtime.uploads import numbers_on
 from meshweave.runtime.world import World
+
+_STRIDE = 2  # numbers lie 16 bytes apart: compiled regions copy operands at other addresses
 
 
 @dataclass(slots=True)
@@ -98,3 +99,42 @@ class Inputs:
         inputs, results = nodes_of(self._ranks[index])
         meter.on_value(index, inputs["acc", name], total)
         meter.freed(index, results["acc", name])
+
+
+def batch_piece(world: World, item: Input, box: Box, value: Tensor, accumulate: int) -> Tensor:
+    """The device's piece of a global tensor; or the tensor itself if a process with a single device was passed its
+    piece.
+    Raises LayoutError for a tensor of another shape or dtype. `accumulate`: the microbatches of a step."""
+    if value.dtype == item.spec.dtype:
+        if tuple(value.shape) == item.spec.shape:
+            return uploaded(value[box.slices()], world.device)
+        if world.is_distributed and tuple(value.shape) == box.size:
+            return uploaded(value, world.device)
+    parts = f" in each of {accumulate} microbatches" if accumulate > 1 else ""
+    if world.is_distributed and box.size != item.spec.shape:
+        parts = f" (or {list(box.size)}: this rank's own rows){parts}"
+    raise LayoutError(
+        f"batch entry '{item.name}' differs from the example",
+        got=f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}",
+        expected=f"{item.spec}{parts}",
+        hint="a program takes batches of a single shape; a step of mw.compile compiles further programs for batches "
+        "that differ from the example only in sizes",
+    )
+
+
+def uploaded(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device; x itself if it is there. The host does not wait for a copy to a GPU, but continues to launch
+    kernels. The copy is of x's present values, whatever the caller writes later."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device)
+    staged = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+    return staged.to(device, non_blocking=True)
+
+
+def numbers_on(device: torch.device, numbers: Mapping[str, float], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Numbers by name as 0-dim tensors on a device: a single copy for all of them."""
+    if device.type != "cuda":
+        return {name: torch.tensor(value, dtype=dtype, device=device) for name, value in numbers.items()}
+    values = [[value] * _STRIDE for value in numbers.values()]
+    packed = uploaded(torch.tensor(values, dtype=dtype).view(-1, _STRIDE), device)
+    return dict(zip(numbers, packed[:, 0].unbind(), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,14 +13,14 @@ from meshweave.hardware.collectives import bytes_received
 from meshweave.hardware.work import Attention, Matmul
 from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import RankGraph
+from meshweave.ir.rank import RankGraph, distinct_operands
 from meshweave.ir.values import Local, local_values
-from meshweave.runtime.kinds import classify
 from meshweave.runtime.tracing import DeviceTrace, Event
 from meshweave.simulate.classify import operand_values, work_of
 from meshweave.simulate.exposure import covered_seconds
 from meshweave.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 
+KINDS = ("param", "grad", "state")
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in simulated steps
 
 
@@ -276,3 +276,32 @@ def _in_order(spans: Sequence[Span]) -> tuple[list[Span], tuple[tuple[int, int],
         for new, old in enumerate(order)
     ]
     return events, tuple((need, span.index) for span in events for need in span.needs)
+
+
+def classify(graph: RankGraph) -> dict[fx.Node, str]:
+    """Node -> param (a parameter, or values computed from parameters only: casts, gathers, views), grad (a gradient
+    from the op that computes it until its use) or state. Other nodes are activations and are omitted."""
+    kinds: dict[fx.Node, str] = {}
+    for node, item in graph.sources.items():
+        kind = {"acc": "grad", "carry": "param"}.get(item.kind, item.kind)
+        if kind in KINDS:
+            kinds[node] = kind
+    for node in graph.graph.nodes:
+        tensors = distinct_operands(node)
+        computed = node.op == "call_function" and tensors and origin_of(node).phase != "update"
+        if computed and all(kinds.get(n) == "param" for n in tensors):
+            kinds[node] = "param"
+    for (kind, _), node in graph.results.items():
+        if kind == "grad":
+            kinds.update((n, "grad") for n in _upstream(node) if n not in kinds)
+        elif kind in ("param", "state", "carry"):
+            kinds[node] = "param" if kind == "carry" else kind
+    return kinds
+
+
+def _upstream(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and its ancestors through ops of a single operand, down to the op that computed it."""
+    yield node
+    while len(distinct_operands(node)) == 1 and node.op == "call_function":
+        (node,) = distinct_operands(node)
+        yield node

@@ -24,7 +24,7 @@ from meshweave.runtime.cuda_graphs import CudaGraphs, DeviceGraphs
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
 from meshweave.runtime.fetched import Fetched, check_finite, mean_of
 from meshweave.runtime.fuse import Look, compiler_for, fuse_for
-from meshweave.runtime.inputs import Inputs
+from meshweave.runtime.inputs import Inputs, numbers_on
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.progress import Progress
@@ -34,7 +34,6 @@ from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.update import Replacements, Update, outputs, pieces_by_name, scalar
-from meshweave.runtime.uploads import numbers_on
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 
