@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.errors import StepError
@@ -27,13 +29,12 @@ from meshweave.runtime.fuse import Look, compiler_for, fuse_for
 from meshweave.runtime.inputs import Inputs, numbers_on
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
-from meshweave.runtime.progress import Progress
 from meshweave.runtime.recorded import can_be_recorded
-from meshweave.runtime.saves import Saves
 from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.update import Replacements, Update, outputs, pieces_by_name, scalar
+from meshweave.runtime.watch import POLL
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 
@@ -63,6 +64,92 @@ def graphs_of(world: World, settings: SessionSettings) -> DeviceGraphs | None:
     is_alone = world.device.type == "cuda" and not world.is_distributed and len(world.devices) == 1
     is_last = settings.accumulate == 1 and not settings.keep_gradients
     return CudaGraphs(world.device) if settings.cuda_graphs and is_alone and is_last else None
+
+
+@dataclass(slots=True)
+class Progress:
+    """A step is (forward, backward) once per microbatch, then update. `num_done` microbatches have run backward."""
+
+    num_micros: int
+    num_done: int = 0
+    is_forward: bool = False  # a microbatch has run forward but not backward
+
+    @property
+    def due(self) -> str:
+        """The next part."""
+        if self.is_forward:
+            return "backward"
+        return "forward" if self.num_done < self.num_micros else "update"
+
+    def check(self, part: str) -> None:
+        """Raise StepError unless `part` is next."""
+        if part != self.due:
+            raise StepError(
+                f"{part} is out of order in this step",
+                got=self._so_far(),
+                expected=f"{self.due}()",
+                hint="a step is forward and backward"
+                + (" for each microbatch" * (self.num_micros > 1))
+                + ", then update",
+            )
+
+    def check_idle(self, what: str) -> None:
+        """Raise StepError in the middle of a step."""
+        if self.is_forward or self.num_done:
+            raise StepError(
+                f"{what} is not possible in the middle of a step", got=self._so_far(), expected=f"{self.due}() first"
+            )
+
+    def advance(self, part: str) -> None:
+        self.is_forward = part == "forward"
+        self.num_done = {"forward": self.num_done, "backward": self.num_done + 1, "update": 0}[part]
+
+    def reset(self) -> None:
+        """Forget the step."""
+        self.num_done, self.is_forward = 0, False
+
+    def _so_far(self) -> str:
+        at = f" of microbatch {self.num_done + self.is_forward} of {self.num_micros}" if self.num_micros > 1 else ""
+        last = "forward" if self.is_forward else "backward" if self.num_done else ""
+        return f"after {last}{at}" if last else "a step that has not begun"
+
+
+class Saves:
+    """Asynchronous saves of a state, at most a single save at a time.
+
+    Every process makes the same calls. The threads that write communicate over their own Gloo group, so that their
+    collectives never meet those of a step. Python waits for these threads before it exits.
+    """
+
+    def __init__(self) -> None:
+        self._pending: Future[None] | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    @contextmanager
+    def call(self, world: World, progress: Progress, name: str) -> Iterator[None]:
+        """A call that saves or loads, between two steps, after the previous save is done."""
+        progress.check_idle("a checkpoint")
+        with world.call(name):
+            self._wait(world)
+            yield
+
+    def begin(self, world: World, save: Callable[[dist.ProcessGroup | None], Future[None]]) -> Future[None]:
+        """Begin a save over the group of these saves, in a `call`."""
+        assert self._pending is None
+        if world.is_distributed and self._group is None:
+            self._group = dist.new_group(backend="gloo", group_desc="checkpoints")
+        self._pending = save(self._group)
+        return self._pending
+
+    def _wait(self, world: World) -> None:
+        """Wait for the current save. Raises its CheckpointError, once; StepError when another process has failed
+        meanwhile."""
+        if self._pending is None:
+            return
+        while not wait_for([self._pending], POLL).done:
+            world.check()
+        pending, self._pending = self._pending, None
+        pending.result()
 
 
 class Session:
