@@ -55,7 +55,7 @@ def compiled(mesh_text: str, layers: int) -> Any:
     mesh = mw.Mesh(mesh_text)
     ids = torch.empty(mesh.num_devices, 1024, dtype=torch.long, device="meta")
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
-    options = CaptureOptions(autocast=torch.bfloat16, clip_grad_norm=1.0)
+    options = CaptureOptions(precision=mw.Precision(autocast=torch.bfloat16), clip_grad_norm=1.0)
     plan = None
     batch = {"input_ids": ids, "labels": ids}
     return build_program(

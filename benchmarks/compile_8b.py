@@ -49,7 +49,7 @@ def measure(mesh_text: str, passes: str = "none", layers: int = 32) -> dict[str,
     mesh = mw.Mesh(mesh_text)
     ids = torch.empty(2 * mesh.size("fsdp"), 8192, dtype=torch.long, device="meta")
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
-    options = CaptureOptions(autocast=torch.bfloat16, clip_grad_norm=1.0)
+    options = CaptureOptions(precision=mw.Precision(autocast=torch.bfloat16), clip_grad_norm=1.0)
     costs = mw.AlphaBeta() if passes == "none" else mw.load_profile("h100")
     pipeline = replace(pipeline_of(passes), recalls=alone)
     wall, cpu = time.perf_counter(), time.process_time()

@@ -78,7 +78,10 @@ def compiled(layers: int, batch: int, machine: MachineProfile) -> Program:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, use_cache=False))
     ids = torch.empty(batch, SEQ, dtype=torch.long, device="meta")
-    plan, options = Plan.hf_tp("tp") + Plan.sequence_parallel("tp"), CaptureOptions(param_dtype=torch.bfloat16)
+    plan, options = (
+        Plan.hf_tp("tp") + Plan.sequence_parallel("tp"),
+        CaptureOptions(precision=mw.Precision(param_dtype=torch.bfloat16)),
+    )
     example = {"input_ids": ids, "labels": ids}
     return build_program(
         StepSource(model, lambda out, _: out.loss), example, None, Target(mw.Mesh(tp=TP), plan, machine), options

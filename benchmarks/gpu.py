@@ -1,6 +1,6 @@
 """Steps of a single GPU, bfloat16, AdamW: meshweave as it comes beside eager PyTorch and torch.compile.
 
-    python benchmarks/gpu.py [--json] [--only llama] [--extra backend=eager] [--extra recompute=pointwise]
+    python benchmarks/gpu.py [--json] [--only llama] [--extra backend=eager] [--extra passes=none]
 
 Every way to train is a process of its own. All start at once; then those of a configuration take turns, a few steps
 without a synchronisation between them, and the median of the turns counts. Times are those of the whole step (forward,
@@ -122,9 +122,13 @@ def predicted_ms(compiled: Any) -> float | None:
 
 
 def options_of(way: str) -> dict[str, Any]:
-    """The arguments of mw.compile in the name of a row."""
-    pairs = [pair.split("=") for pair in way.partition(", ")[2].split(", ") if pair]
-    return {name: {"True": True, "False": False}.get(value, value) for name, value in pairs}
+    """The arguments of mw.compile in the name of a row: `passes=...`, or options of `mw.RunOptions`."""
+    import meshweave as mw
+
+    pairs = dict(pair.split("=", 1) for pair in way.partition(", ")[2].split(", ") if pair)
+    passes: dict[str, Any] = {"passes": pairs.pop("passes")} if "passes" in pairs else {}
+    values: dict[str, Any] = {name: {"True": True, "False": False}.get(value, value) for name, value in pairs.items()}
+    return {**passes, "run": mw.RunOptions(**values)}
 
 
 def worker(config: Config, way: str, device: str) -> None:

@@ -85,12 +85,11 @@ def simulated(row: Row, way: str, layers: int) -> Simulation:
     options = CaptureOptions(
         clip_grad_norm=1.0,
         accumulate=shape.microbatches,
-        accumulate_in="shards",
-        param_dtype=torch.bfloat16,
+        precision=mw.Precision(accumulate_in="shards", param_dtype=torch.bfloat16),
     )
     plan = parse_plan(f"{shape.plan}+cp:cp:{way}+shard_state:cp")
     example: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    passes = pipeline_of(recompute="full", prefetch=1)
+    passes = pipeline_of("recompute=full,prefetch=1")
     source, target = StepSource(model, published.loss), Target(mesh, plan, profile)
     program = build_program(source, example, optimizer, target, options, pipeline=passes)
     pipeline: Any = "1f1b" if "pp" in mesh.axis_names else "sequential"

@@ -138,7 +138,7 @@ def training(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from meshweave.schedule import OverlapOptions
+    from meshweave.passes import Overlap
     from meshweave.torch_compile import backend
     from meshweave.torch_compile.fsdp import shard_in_graph
 
@@ -146,8 +146,8 @@ def training(
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     chosen: Any = config.inner
     if variant.endswith("drop-in"):
-        options = OverlapOptions(bucket=config.bucket, communication_factor=factor)
-        chosen = backend(cost=profile or "cpu-gloo", inner=config.inner, options=options, report=report)
+        passes = [Overlap(bucket=config.bucket, communication_factor=factor)]
+        chosen = backend(cost=profile or "cpu-gloo", inner=config.inner, passes=passes, report=report)
     if variant.startswith("fully_shard"):
         # As torchtitan does: each block is compiled, then sharded, so that the hooks stand between compiled pieces.
         for layer in model.model.layers:

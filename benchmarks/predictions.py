@@ -27,9 +27,8 @@ from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.hardware import load_profile
-from meshweave.passes import pipeline_of
+from meshweave.passes import Decompose, Prefetch, Recompute, pipeline_of
 from meshweave.program import Program
-from meshweave.rings import DecomposeOptions
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.result import Simulation
 from meshweave.whatif import simulate
@@ -57,7 +56,7 @@ class Setup:
     accumulate: int = 1
     prefetch: int = 1
     attention: str = "flash2"
-    decompose: DecomposeOptions | None = None
+    decompose: Decompose | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,7 @@ class Case:
 
 # The async TP of torch (torch/distributed/_symmetric_memory) reads pieces of its peers straight, beside matmuls of the
 # tensor-parallel group, and sends parts of a product as they are ready: no other group is taken apart.
-ASYNC_TP = DecomposeOptions(
-    all_gather=("direct",), reduce_scatter=("direct",), all_reduce=(), all_to_all=(), most_devices=8
-)
+ASYNC_TP = Decompose(all_gather=("direct",), reduce_scatter=("direct",), all_reduce=(), all_to_all=(), most_devices=8)
 FSDP = "fsdp:fsdp+keep:lm_head+keep:embed_tokens+keep:norm"  # FSDP2 keeps what its root module holds
 FSDP_TP = FSDP + "+hf_tp:tp+sequence:tp"
 SETUPS = [
@@ -157,14 +154,16 @@ def compiled(setup: Setup) -> Program:
     mesh = mw.Mesh(setup.mesh)
     ids = torch.empty(setup.batch * mesh.size("fsdp") * setup.accumulate, 8192, dtype=torch.long, device="meta")
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
-    options = CaptureOptions(clip_grad_norm=1.0, accumulate=setup.accumulate, param_dtype=torch.bfloat16)
+    options = CaptureOptions(
+        clip_grad_norm=1.0, accumulate=setup.accumulate, precision=mw.Precision(param_dtype=torch.bfloat16)
+    )
     return build_program(
         StepSource(model, lambda out, batch: out.loss),
         {"input_ids": ids, "labels": ids},
         optimizer,
         Target(mesh, parse_plan(setup.plan), load_profile(setup.profile)),
         options,
-        pipeline=pipeline_of(recompute=setup.recompute, prefetch=setup.prefetch, decompose=setup.decompose),
+        pipeline=pipeline_of([Recompute(setup.recompute), Prefetch(setup.prefetch), *filter(None, [setup.decompose])]),
     )
 
 

@@ -181,12 +181,11 @@ def compiled(run: Run, profile: MachineProfile, layers: int) -> Program:
     options = CaptureOptions(  # these systems reduce the gradients of every microbatch
         clip_grad_norm=1.0,
         accumulate=run.accumulate,
-        accumulate_in="shards",
-        param_dtype=dtype,
+        precision=mw.Precision(accumulate_in="shards", param_dtype=dtype),
     )
     plan = parse_plan((MPT_PLAN if run.model in MPT else PLAN) + ("+dp:dp" if "dp" in mesh.axis_names else ""))
     example = {"input_ids": ids, "labels": ids}
-    passes = pipeline_of(recompute=run.recompute, prefetch=1)
+    passes = pipeline_of(f"recompute={run.recompute},prefetch=1")
     return build_program(
         StepSource(model, loss), example, optimizer, Target(mesh, plan, profile), options, pipeline=passes
     )

@@ -36,9 +36,11 @@ def compiled(mesh_text: str, microbatches: int) -> Program:
     mesh = mw.Mesh(mesh_text)
     ids = torch.empty(mesh.size("fsdp") * microbatches, 8192, dtype=torch.long, device="meta")
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
-    options = CaptureOptions(clip_grad_norm=1.0, accumulate=microbatches, param_dtype=torch.bfloat16)
+    options = CaptureOptions(
+        clip_grad_norm=1.0, accumulate=microbatches, precision=mw.Precision(param_dtype=torch.bfloat16)
+    )
     batch = {"input_ids": ids, "labels": ids}
-    passes = pipeline_of(recompute="full", prefetch=1)
+    passes = pipeline_of("recompute=full,prefetch=1")
     return build_program(
         StepSource(model, lambda out, batch: out.loss),
         batch,

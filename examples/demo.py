@@ -70,7 +70,7 @@ class Run:
             mesh=mesh,
             plan=plan,
             clip_grad_norm=CLIP,
-            progress=progress,
+            run=mw.RunOptions(progress=progress),
         )
         self.losses: list[float] = []
         self.seconds = 0.0

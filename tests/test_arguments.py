@@ -86,8 +86,7 @@ BAD: list[tuple[dict[str, Any], type[mw.MeshweaveError], str]] = [
     ({"mesh": ("dp", 2)}, mw.MeshError, "not a mesh"),
     ({"plan": "x"}, mw.PlanError, "'x' is not a scheme of plans"),
     ({"plan": {"up": "[{dp}, {}]"}}, mw.PlanError, "not a plan"),
-    ({"passes_seconds": "60"}, mw.PlanError, "not a number of seconds"),
-    ({"passes_seconds": float("nan")}, mw.PlanError, "not a number of seconds"),
+    ({"precision": "bfloat16"}, mw.PlanError, "not a precision"),
     ({"shapes": 5}, mw.PlanError, "takes a list of batches"),
     ({"shapes": {"input": 5}}, mw.PlanError, "takes a list of batches"),
     ({"device": "meta"}, mw.MeshError, "cannot run on this device"),
@@ -124,7 +123,7 @@ def test_a_model_that_torch_compile_has_wrapped() -> None:
 
 
 def test_gradients_before_a_step() -> None:
-    step = compiled(keep_gradients=True)
+    step = compiled(run=mw.RunOptions(keep_gradients=True))
     with pytest.raises(mw.StepError, match="before the first step"):
         step.gradients()
     step(batch())
@@ -137,7 +136,7 @@ def test_a_tensor_with_two_names_in_one_module() -> None:
     loss = eager(batch()["x"]).pow(2).mean()
     loss.backward()
     torch.manual_seed(0)
-    step = compiled(Twice(), keep_gradients=True)
+    step = compiled(Twice(), run=mw.RunOptions(keep_gradients=True))
     assert step(batch()) == pytest.approx(loss.item(), rel=1e-6)
     torch.testing.assert_close(step.gradients()["scale"], eager.scale.grad)
     assert set(step.buffers()) == {"shift"}

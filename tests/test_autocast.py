@@ -63,8 +63,10 @@ def eager(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module, tokens: Tensor, mesh: str) -> dict[str, Tensor]:
-    options: dict[str, Any] = {"mesh": mesh, "autocast": torch.bfloat16, "profile": "alpha-beta"}
-    step = mw.compile(copy.deepcopy(model), loss=loss_of, example=tokens, keep_gradients=True, **options)
+    options: dict[str, Any] = {"mesh": mesh, "precision": torch.bfloat16, "profile": "alpha-beta"}
+    step = mw.compile(
+        copy.deepcopy(model), loss=loss_of, example=tokens, run=mw.RunOptions(keep_gradients=True), **options
+    )
     step(tokens)
     return step.gradients()
 

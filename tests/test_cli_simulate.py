@@ -59,9 +59,9 @@ def test_one_mesh_with_page_and_trace(tmp_path: Path) -> None:
 
 
 def test_buckets_and_the_attention_kernel_are_stated() -> None:
-    found = last_line(run("simulate", MODEL, "--mesh", "fsdp=64", "--prefetch", "1", "--json"))
+    found = last_line(run("simulate", MODEL, "--mesh", "fsdp=64", "--passes", "prefetch=1", "--json"))
     stated = ("--buckets", "blocks", "--scale", "attention=cudnn")
-    joined = last_line(run("simulate", MODEL, "--mesh", "fsdp=64", "--prefetch", "1", *stated, "--json"))
+    joined = last_line(run("simulate", MODEL, "--mesh", "fsdp=64", "--passes", "prefetch=1", *stated, "--json"))
     assert joined["seconds"] < found["seconds"]
     refused = run("simulate", MODEL, "--mesh", "fsdp=64", "--buckets", "many")
     assert refused.exit_code != 0
@@ -98,8 +98,8 @@ def test_what_if(tmp_path: Path) -> None:
 
     base = seconds()
     assert seconds("--scale", "bandwidth=2,latency=0.5") < base
-    assert seconds("--prefetch", "1") < base
-    assert seconds("--recompute", "full") > base
+    assert seconds("--passes", "prefetch=1") < base
+    assert seconds("--passes", "recompute=full") > base
     assert seconds("--fusion", "ops") > base
     assert seconds("--profile", "gb200") != base
 

@@ -29,7 +29,10 @@ def compiler(example: Any, loss: Any) -> Any:
     def build(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: mw.Mesh, plan: Any) -> mw.TrainStep:
         is_wide = any(p.dtype == torch.float64 for p in model.parameters())
         like = widened(example) if is_wide else example
-        options: dict[str, Any] = {"plan": plan, "keep_gradients": True, "backend": "eager"}  # compiled: tests/regions
+        options: dict[str, Any] = {
+            "plan": plan,
+            "run": mw.RunOptions(keep_gradients=True, backend="eager"),
+        }  # compiled: tests/regions
         return mw.compile(model, loss=loss, example=like, optimizer=optimizer, mesh=mesh, **options)
 
     return build

@@ -1,4 +1,4 @@
-"""compile(overlap=...) and --overlap: equal to the bit, never slower, under the cap; and what is refused."""
+"""compile(passes="overlap"): equal to the bit, never slower, under the cap; and what is refused."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import meshweave as mw
 from meshweave.cli import app
 from meshweave.cli.job import parse_bytes
 from meshweave.errors import MeshweaveError
+from meshweave.passes import Carry, Overlap
 
 TINY = "hf:llama?hidden_size=16&num_hidden_layers=2&num_attention_heads=2&intermediate_size=32&vocab_size=64"
 
@@ -34,7 +35,7 @@ def tensors(step: mw.TrainStep) -> dict[str, torch.Tensor]:
 
 
 LLAMA = partial(hugging_face, "llama", batch=4, heads=4)
-ONCE = {"overlap": mw.OverlapOptions(carry=1)}  # instead of several numbers of blocks
+ONCE = {"passes": "carry=1,overlap"}  # instead of several numbers of blocks
 CASES: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
     "dp": (mlp, "dp=2", {}),
     "fsdp, clipped, on a CPU cluster": (
@@ -45,9 +46,9 @@ CASES: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
     "fsdp x tp, cast": (
         partial(mlp, batch=8),
         "fsdp=2,tp=2",
-        {"autocast": torch.bfloat16, "reduce_after_cast": True, **ONCE},
+        {"precision": mw.Precision(autocast=torch.bfloat16, reduce_after_cast=True), **ONCE},
     ),
-    "pp x fsdp": (partial(mlp, batch=8), "pp=2,fsdp=2", {"overlap": mw.OverlapOptions(carry=0)}),
+    "pp x fsdp": (partial(mlp, batch=8), "pp=2,fsdp=2", {"passes": "carry=0,overlap"}),
     "microbatches": (partial(mlp, batch=8), "fsdp=2", {"accumulate": 2, **ONCE}),
     "buffers": (partial(cnn, batch=4), "dp=2", ONCE),
 }
@@ -63,14 +64,14 @@ SLOW: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
 } | {
     "dp of llama": (LLAMA, "dp=2", {}),
     "tp of llama": (LLAMA, "tp=2", {}),
-    "fsdp x tp of llama, cast": (LLAMA, "fsdp=2,tp=2", {"autocast": torch.bfloat16}),
+    "fsdp x tp of llama, cast": (LLAMA, "fsdp=2,tp=2", {"precision": torch.bfloat16}),
     "fsdp x tp of llama, reduced after the cast": (
         LLAMA,
         "fsdp=2,tp=2",
-        {"autocast": torch.bfloat16, "reduce_after_cast": True, **ONCE},
+        {"precision": mw.Precision(autocast=torch.bfloat16, reduce_after_cast=True), **ONCE},
     ),
     "pp x fsdp of llama": (LLAMA, "pp=2,fsdp=2", {}),
-    "recompute, prefetch": (LLAMA, "fsdp=2", {"recompute": "full", "prefetch": 1}),
+    "recompute, prefetch": (LLAMA, "fsdp=2", {"passes": "recompute=full,prefetch=1,carry,overlap"}),
     "fsdp of llama, on a CPU cluster": (LLAMA, "fsdp=4", {"profile": "cpu-gloo"}),
 }
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -80,9 +81,9 @@ ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 def test_values_are_the_same_to_the_bit(case: str) -> None:
     build, mesh, options = {**CASES, **SLOW}[case]
     made = build()
-    plain, ordered = (
-        compiled(made, mesh, **{**options, **how}) for how in ({"overlap": None}, {"overlap": True} | options)
-    )
+    asked = options.get("passes", "carry,overlap")
+    others = ",".join(text for text in asked.split(",") if not text.startswith(("carry", "overlap")))
+    plain, ordered = (compiled(made, mesh, **{**options, "passes": passes}) for passes in (others, asked))
     assert plain.program.overlap == ()
     assert plain.program.roles == plain.program.expanded
     assert len(ordered.program.overlap) == len(ordered.program.expanded) == len(ordered.program.roles)
@@ -99,7 +100,7 @@ def test_values_are_the_same_to_the_bit(case: str) -> None:
 
 def test_parts_of_a_step_and_checkpoints(tmp_path: Path) -> None:
     made = mlp(batch=8)
-    plain, ordered = (compiled(made, "fsdp=2", **how, keep_gradients=True) for how in ({}, ONCE))
+    plain, ordered = (compiled(made, "fsdp=2", **how, run=mw.RunOptions(keep_gradients=True)) for how in ({}, ONCE))
     for _ in range(2):
         loss = ordered.forward(made[1])
         ordered.backward()
@@ -125,9 +126,9 @@ def test_a_measured_step_shows_every_communication() -> None:
 
 def test_memory_cap() -> None:
     made = mlp(batch=8)
-    simple = mw.OverlapOptions(bucket=False, carry=0)
-    free = compiled(made, "fsdp=2", overlap=simple).program.overlap[0]
-    capped = compiled(made, "fsdp=2", overlap=simple, memory_cap_bytes=free.peak_before).program.overlap[0]
+    simple = [Carry(0), Overlap(bucket=False)]
+    free = compiled(made, "fsdp=2", passes=simple).program.overlap[0]
+    capped = compiled(made, "fsdp=2", passes=simple, memory_cap_bytes=free.peak_before).program.overlap[0]
     assert capped.cap_bytes == free.peak_before
     assert capped.peak_bytes <= free.peak_before
     with pytest.raises(MeshweaveError) as error:
@@ -139,11 +140,9 @@ def test_memory_cap() -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"overlap": True, "profile": None}, "AlphaBeta"),
+        ({"passes": "overlap", "profile": None}, "AlphaBeta"),
         ({"memory_cap_bytes": 1 << 30, "profile": mw.AlphaBeta()}, "machine profile"),
-        ({"memory_cap_bytes": 1 << 30, "overlap": False}, "overlap=False"),
         ({"memory_cap_bytes": 0}, "not a size"),
-        ({"overlap": mw.OverlapOptions(choose="best")}, "regret or nominal"),
     ],
 )
 def test_bad_input(options: dict[str, Any], word: str) -> None:
@@ -181,19 +180,19 @@ def answer(*arguments: str) -> dict[str, Any]:
 
 def test_simulate_shows_before_and_after(net: str) -> None:
     plain = answer("simulate", net, "--mesh", "fsdp=8")
-    found = answer("simulate", net, "--mesh", "fsdp=8", "--overlap")
+    found = answer("simulate", net, "--mesh", "fsdp=8", "--passes", "carry,overlap")
     (gain,) = found["overlap"]
     assert gain["seconds_before"] == plain["seconds"]
     assert gain["seconds"] == found["seconds"] < plain["seconds"]
     assert gain["roles"][0]["num_merged"] > 2
-    shown = CliRunner().invoke(app, ["simulate", net, "--mesh", "fsdp=8", "--overlap"]).output
+    shown = CliRunner().invoke(app, ["simulate", net, "--mesh", "fsdp=8", "--passes", "carry,overlap"]).output
     assert "overlap: step" in shown
     assert "merged into" in shown
 
 
 def test_explain_finds_the_parts_of_what_was_merged(net: str) -> None:
     """On 8 devices a layer weighs 16 KiB, next to nothing beside a latency: whatever the order, some is merged."""
-    explain = ("explain", net, "--mesh", "fsdp=8", "--overlap")
+    explain = ("explain", net, "--mesh", "fsdp=8", "--passes", "carry,overlap")
     merged = [row["merged"] for row in answer(*explain)["communications"] if "merged" in row]
     assert merged
     named = answer(*explain, "--why", merged[0][-1])["communications"]
@@ -203,10 +202,13 @@ def test_explain_finds_the_parts_of_what_was_merged(net: str) -> None:
 def test_run_and_check(net: str) -> None:
     run = ("run", net, "--mesh", "fsdp=2", "--steps", "2")
     costs = ("--profile", "h100")
-    assert answer(*run, *costs)["losses"] == answer(*run, *costs, "--overlap", "--memory-cap", "40GB")["losses"]
-    found = answer("check", net, "--mesh", "fsdp=2", "--overlap", "--profile", "h100", "--steps", "1")
+    assert (
+        answer(*run, *costs)["losses"]
+        == answer(*run, *costs, "--passes", "carry,overlap", "--memory-cap", "40GB")["losses"]
+    )
+    found = answer("check", net, "--mesh", "fsdp=2", "--passes", "carry,overlap", "--profile", "h100", "--steps", "1")
     assert found["ok"]
-    assert CliRunner().invoke(app, [*run, "--overlap"]).exit_code == 2  # no costs of compute
+    assert CliRunner().invoke(app, [*run, "--passes", "carry,overlap"]).exit_code == 2  # no costs of compute
 
 
 def test_sizes() -> None:

@@ -80,7 +80,7 @@ def test_optimizers(name: str, options: dict[str, Any]) -> None:
         ("dp=2", {"accumulate": 2}),
         ("dp=2,tp=2", {}),
         ("fsdp=4", {"passes": "default", "profile": "h100"}),
-        ("dp=2", {"backend": "inductor"}),
+        ("dp=2", {"run": mw.RunOptions(backend="inductor")}),
     ],
 )
 def test_meshes(mesh: str, options: dict[str, Any]) -> None:

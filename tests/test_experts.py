@@ -65,7 +65,7 @@ def test_gradients_and_updates_equal_one_device_and_eager_pytorch(kind: str, mes
 
     def build(model: torch.nn.Module, optimizer: Any, on: mw.Mesh, plan: Any) -> mw.TrainStep:
         like = widened(batch) if any(p.dtype == torch.float64 for p in model.parameters()) else batch
-        options: dict[str, Any] = {"clip_grad_norm": 0.5, "keep_gradients": True}
+        options: dict[str, Any] = {"clip_grad_norm": 0.5, "run": mw.RunOptions(keep_gradients=True)}
         return mw.compile(model, loss=own_loss, example=like, optimizer=optimizer, mesh=on, plan=plan, **options)
 
     recipe = Recipe(own_loss, clip_grad_norm=0.5)

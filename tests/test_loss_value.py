@@ -82,4 +82,4 @@ def test_a_loss_that_is_not_finite_is_an_error_before_the_update_or_let_through(
     with pytest.raises(mw.StepError, match="the loss of step 1 is nan"):
         step(bad)
     assert all(torch.equal(p, before[n]) for n, p in step.parameters().items())
-    assert math.isnan(compiled(check_finite=False)[0](bad))
+    assert math.isnan(compiled(run=mw.RunOptions(check_finite=False))[0](bad))

@@ -180,7 +180,9 @@ def test_what_a_hugging_face_model_returns_is_of_its_class() -> None:
 
 
 def test_batches_are_padded_to_the_next_shape_where_asked() -> None:
-    step, eager = pair("fsdp=2", example=tokens(4, 8), shapes=[tokens(4, 6)], pad={"ids": 0, "labels": -100})
+    step, eager = pair(
+        "fsdp=2", example=tokens(4, 8), shapes=[tokens(4, 6)], run=mw.RunOptions(pad={"ids": 0, "labels": -100})
+    )
     wanted = {"ids": nn.functional.pad(tokens(4, 5)["ids"], (0, 1)), "labels": tokens(4, 5)["labels"]}
     wanted["labels"] = nn.functional.pad(wanted["labels"], (0, 1), value=-100)
     assert step(tokens(4, 5)) == pytest.approx(eager(wanted), rel=1e-5)
@@ -189,7 +191,7 @@ def test_batches_are_padded_to_the_next_shape_where_asked() -> None:
 
 
 def test_the_program_used_longest_ago_makes_room(caplog: pytest.LogCaptureFixture) -> None:
-    step, eager = pair("fsdp=2", max_programs=3)
+    step, eager = pair("fsdp=2", run=mw.RunOptions(max_programs=3))
     for length in (6, 3, 5, 3, 7):  # the fourth length, when three have programs
         assert step(tokens(4, length)) == pytest.approx(eager(tokens(4, length)), rel=1e-5)
     assert sorted(v.batch[0].spec.shape[1] for v in step.variants.all) == [
@@ -208,7 +210,7 @@ def test_the_program_used_longest_ago_makes_room(caplog: pytest.LogCaptureFixtur
 
 
 def test_one_program_alone_takes_one_shape() -> None:
-    step, _ = pair("", max_programs=1)
+    step, _ = pair("", run=mw.RunOptions(max_programs=1))
     with pytest.raises(LayoutError, match="may have no other") as error:
         step(tokens(2, 6))
     assert "ids [2, 6]" in str(error.value)
@@ -251,7 +253,9 @@ def scaled_step(mesh: str) -> tuple[Scaled, mw.TrainStep, Callable[[int], dict[s
     torch.manual_seed(0)
     model, rows = Scaled(), {"x": torch.randn(4, 4), "y": torch.randn(4, 3)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = mw.compile(model, loss=squares, example=rows, optimizer=optimizer, mesh=mesh, backend="eager")
+    step = mw.compile(
+        model, loss=squares, example=rows, optimizer=optimizer, mesh=mesh, run=mw.RunOptions(backend="eager")
+    )
     return model, step, lambda count: {key: value[:count] for key, value in rows.items()}
 
 

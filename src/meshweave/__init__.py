@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from meshweave.capture.step import Precision
 from meshweave.compile import compile
 from meshweave.errors import (
     CaptureError,
@@ -21,9 +22,8 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.program import Program
-from meshweave.rings import DecomposeOptions
-from meshweave.rows import SplitOptions
 from meshweave.runtime.rows import batch_shard
+from meshweave.runtime.session import RunOptions
 from meshweave.schedule import OverlapOptions, OverlapReport, overlap
 from meshweave.sharding.operators import combine, move, on, reduction, repartition, replicate
 from meshweave.sharding.plans import Plan
@@ -43,7 +43,6 @@ __all__ = [
     "Box",
     "CaptureError",
     "CheckpointError",
-    "DecomposeOptions",
     "DimSharding",
     "Layout",
     "LayoutError",
@@ -56,10 +55,11 @@ __all__ = [
     "OverlapReport",
     "Plan",
     "PlanError",
+    "Precision",
     "Program",
     "RuleError",
+    "RunOptions",
     "Simulation",
-    "SplitOptions",
     "StepError",
     "TrainStep",
     "VerifyError",

@@ -116,14 +116,14 @@ def build_program(
     inputs = PlanInputs(captured, mesh, resolved, costs, options, _with_ring(pipeline, resolved), lasting)
     planned, trouble = _stored(_AfterCapture(inputs, units, planner, placing, progress))
     return Program(
-        planned.captured,
-        planned.placed,
-        planned.optimized,
-        planned.placement,
-        options,
-        contract,
-        optimizer,
-        planned.accumulation,
+        captured=planned.captured,
+        placed=planned.placed,
+        optimized=planned.optimized,
+        placement=planned.placement,
+        options=options,
+        contract=contract,
+        optimizer=optimizer,
+        accumulation=planned.accumulation,
         recompute=_recompute_policy(pipeline),
         resolved=resolved,
         sequence=sequence,
@@ -157,14 +157,16 @@ class _AfterCapture:
 
         def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
             how = replace(placement, accumulate_in=accumulate_in)
-            placed = arrange(self.placing(step, how), self.planner, reduce_after_cast=options.reduce_after_cast)
+            placed = arrange(
+                self.placing(step, how), self.planner, reduce_after_cast=options.precision.reduce_after_cast
+            )
             placed = dispatched(own_sums(placed), self.planner, rates_of(it.costs))
             self.progress("expand")
             roles = pipeline.expanded(expand(verify_placed(placed), it.mesh, _proving(self.planner)), it.costs)
             return placed, tuple(verify_rank(settle(role)) for role in roles)
 
         room = pipeline.room(it.costs)
-        placed, roles, note = accumulated(expanded, options.accumulate, options.accumulate_in, room)
+        placed, roles, note = accumulated(expanded, options.accumulate, options.precision.accumulate_in, room)
         optimized = optimize(placed, roles, it.costs, pipeline, options.accumulate, self.progress)
         return Planned(step, placed, optimized, placement, note)
 

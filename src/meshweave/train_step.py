@@ -35,7 +35,7 @@ from meshweave.runtime.state import State
 from meshweave.runtime.weight_files import WeightFiles, write_weights
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
-from meshweave.variants import ShapeOptions, Variant, Variants, evaluating, rows_check
+from meshweave.variants import Build, Variant, Variants, evaluating, rows_check
 
 _LOG = logging.getLogger("meshweave")
 _PARTS = "forward, backward or update"
@@ -54,10 +54,10 @@ class TrainStep:
         optimizer: torch.optim.Optimizer | None,
         world: World,
         settings: SessionSettings,
-        shapes: ShapeOptions | None = None,
+        build: Build | None = None,
         again: Callable[[], TrainStep] | None = None,
     ) -> None:
-        """`shapes` says how programs for other batches are compiled; `again()` compiles the step anew for the current
+        """`build` compiles programs for other batches; `again()` compiles the step anew for the current
         model and optimizer."""
         self.again = again
         self.model, self.optimizer = model, optimizer
@@ -72,9 +72,9 @@ class TrainStep:
         for name, (tensors, _) in rests.items():
             session.state.rest(name, tensors)
         session.bindings.bind(session.state, model, optimizer)
-        guards = Guards(program.contract, program.options.autocast, session.bindings.follow)
+        guards = Guards(program.contract, program.options.precision.autocast, session.bindings.follow)
         first = Variant(program, session, guards, set(), rows_check(program, world))
-        self.variants = Variants(model, first, shapes or ShapeOptions())
+        self.variants = Variants(model, first, build)
         self._last = first
         self.numbers = None
         if optimizer is not None and spec is not None:
@@ -302,7 +302,7 @@ class TrainStep:
         return self.session.full("state")
 
     def gradients(self) -> dict[str, Tensor]:
-        """Full gradients of the last step by name; needs keep_gradients=True."""
+        """Full gradients of the last step by name; needs `RunOptions(keep_gradients=True)`."""
         return self._last.session.gradients()
 
     def _sharded(self, kind: str) -> dict[str, Tensor]:

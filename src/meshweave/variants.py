@@ -28,19 +28,6 @@ Mode = tuple[bool, ...]  # training mode of every module
 _NOTES = logging.getLogger("meshweave")
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeOptions:
-    """Which shapes of batches a step takes.
-
-    `build` compiles a program; without it there is only the example's shape. `limit`: the most programs of a step;
-    `pad`: for each entry of the batch, the value that pads it up to the next shape that has a program; entries not
-    listed are not padded."""
-
-    build: Build | None = None
-    limit: int = 8
-    pad: Mapping[str, float] = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class Variant:
     """A program with its session and guards. `modes` are the module modes in which it is known to be valid."""
@@ -95,8 +82,10 @@ class Variant:
 class Variants:
     """Finds or compiles the program for a call."""
 
-    def __init__(self, model: nn.Module, first: Variant, options: ShapeOptions) -> None:
-        self.options = options
+    def __init__(self, model: nn.Module, first: Variant, build: Build | None) -> None:
+        """`build` compiles a program; without it there is only the example's shape."""
+        options = first.session.settings.run
+        self.build, self.limit, self.pad = build, options.max_programs, options.pad or {}
         self._modules = list(model.modules())
         self.is_local: bool | None = None  # whether batches are this rank's alone; None before the first batch
         self._num_uses, self._num_compiled = 0, 1
@@ -137,7 +126,7 @@ class Variants:
         """The program for a batch, and the batch, padded if `pad` asks for it. Its guards have been checked.
 
         The optimizer's `groups` are compared over the ranks, as the batch is. Raises LayoutError for a batch of another
-        dtype or number of dims than the example, and when there would be more than `limit` programs; StepError if
+        dtype or number of dims than the example, and when there would be more than `max_programs`; StepError if
         anything but shapes and modes has changed.
         """
         count, known = self.first.accumulate if accumulate is None else accumulate, self.is_local
@@ -183,7 +172,7 @@ class Variants:
 
     def _holds(self, variant: Variant, batch: Batch, mode: Mode) -> bool:
         """Whether a program compiled in another mode does the same in this mode."""
-        if self.options.build is None:
+        if self.build is None:
             return True  # its guards tell, or raise
         try:
             variant.guards.check(batch)
@@ -194,32 +183,32 @@ class Variants:
 
     def _compiled(self, batch: Batch, part: Part, accumulate: int, mode: Mode) -> Variant:
         first = self.first
-        if self.options.build is None or (part != "outputs" and not self._is_like_the_example(batch)):
+        if self.build is None or (part != "outputs" and not self._is_like_the_example(batch)):
             first.guards.check(batch)
             return first  # its error lists the expected entries
-        if self.options.limit < 2:
+        if self.limit < 2:
             raise LayoutError(
                 "this step has one program, and may have no other",
                 where=f"batch of {shapes_text(batch.shapes)}",
                 expected="batches of the example's shape",
-                hint="raise compile(max_programs=...), or pad batches to that shape (compile(pad=...))",
+                hint="raise mw.RunOptions(max_programs=...), or pad batches to that shape (mw.RunOptions(pad=...))",
             )
         example = self._example(batch)
         self._num_compiled += 1
         shown = f"{shapes_text(batch.shapes)}, {self._modes_text(mode)}"
         first.session.world.choose(f"compiles program {self._num_compiled} ({shown})")
-        if len(self.all) >= self.options.limit:
+        if len(self.all) >= self.limit:
             self._drop_variant(batch)
         _NOTES.warning(
             "compiles for a batch of shape %s%s (program %d of at most %d)",
             shapes_text(batch.shapes), f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1,
-            self.options.limit,
+            self.limit,
         )  # fmt: skip
         first.session.bindings.follow()
-        program = self.options.build(example, part, accumulate, first.program)
+        program = self.build(example, part, accumulate, first.program)
         settings = replace(first.session.settings, accumulate=accumulate)
         session = Session(program.roles, first.session.world, settings, share=first.session)
-        guards = Guards(program.contract, program.options.autocast, session.bindings.follow)
+        guards = Guards(program.contract, program.options.precision.autocast, session.bindings.follow)
         rows = rows_check(program, first.session.world)
         variant = Variant(program, session, guards, {mode}, rows, self._num_compiled)
         self.all.append(variant)
@@ -243,7 +232,7 @@ class Variants:
         self.all.remove(oldest)
         _NOTES.warning(
             "this step may have at most %d programs: the least recently used, for %s, is dropped. %s",
-            self.options.limit,
+            self.limit,
             oldest.shown,
             self._advice(batch),
         )
@@ -262,7 +251,8 @@ class Variants:
             if len(each) > 1
         ]
         return (
-            f"Pad to few sizes (mw.compile(shapes=[...], pad={{...}})), such as {'; '.join(few)}, or raise max_programs"
+            f"Pad to few sizes (mw.compile(shapes=[...], run=mw.RunOptions(pad={{...}}))), such as {'; '.join(few)}, "
+            "or raise max_programs"
         )
 
     def _example(self, batch: Batch) -> Any:
@@ -292,7 +282,7 @@ class Variants:
 
     def _padded(self, batch: Batch, part: Part, accumulate: int) -> Batch:
         """The batch, padded to the smallest program shapes that contain it if `pad` asks for it."""
-        if not self.options.pad or accumulate != 1:
+        if not self.pad or accumulate != 1:
             return batch
         micro = _first_micro(batch, accumulate)
         larger = [v for v in self._alike(part, 1) if all(self._holds_padded(item, micro) for item in v.batch)]
@@ -301,7 +291,7 @@ class Variants:
         smallest = min(larger, key=lambda v: sum(torch.Size(item.spec.shape).numel() for item in v.batch))
         wanted = {item.name: item.spec.shape for item in smallest.batch}
         tensors = [
-            _filled(t, wanted[n], self.options.pad[n]) if n in wanted and tuple(t.shape) != wanted[n] else t
+            _filled(t, wanted[n], self.pad[n]) if n in wanted and tuple(t.shape) != wanted[n] else t
             for n, t in zip(batch.names, batch.tensors, strict=True)
         ]
         return Batch(batch.names, tuple(tensors), batch.rest, batch.join, batch.order)
@@ -312,7 +302,7 @@ class Variants:
             return False
         is_same = tuple(tensor.shape) == item.spec.shape
         return is_same or (
-            item.name in self.options.pad and all(a <= b for a, b in zip(tensor.shape, item.spec.shape, strict=True))
+            item.name in self.pad and all(a <= b for a, b in zip(tensor.shape, item.spec.shape, strict=True))
         )
 
 

@@ -49,14 +49,14 @@ def simulate(
     microbatches = program.options.accumulate
     tokens = tokens_of(program.captured) * microbatches
     options = SimulateOptions(
-        fusion,
-        microbatches,
-        pipeline,
-        matmul_dtype,
-        tokens,
-        title,
-        buckets,
-        expandable_segments,
+        fusion=fusion,
+        microbatches=microbatches,
+        pipeline=pipeline,
+        matmul_dtype=matmul_dtype,
+        tokens=tokens,
+        title=title,
+        buckets=buckets,
+        expandable_segments=expandable_segments,
         keeps_every_second_matmul=program.recompute == "selective",
     )
     simulation = simulate_roles(program.roles, machine, options)

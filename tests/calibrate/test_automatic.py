@@ -103,7 +103,11 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
         return mw.compile(
-            model, loss=lambda out, _: out.sum(), example=(torch.ones(4, 4),), mesh="dp=2", progress=stages.append
+            model,
+            loss=lambda out, _: out.sum(),
+            example=(torch.ones(4, 4),),
+            mesh="dp=2",
+            run=mw.RunOptions(progress=stages.append),
         )
 
     origins = [compiled().program.costs_from]

@@ -68,14 +68,16 @@ def test_a_dataclass_is_a_batch(kind: type[ByName], mesh: str) -> None:
         expected.append(value.item())
     model = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = mw.compile(model, loss=loss, example=batches[0], optimizer=optimizer, mesh=mesh, backend="eager")
+    step = mw.compile(
+        model, loss=loss, example=batches[0], optimizer=optimizer, mesh=mesh, run=mw.RunOptions(backend="eager")
+    )
     assert [float(step(batch)) for batch in batches] == pytest.approx(expected, rel=1e-5)
     assert float(step.evaluate(batches[0])) == pytest.approx(loss(eager.net(batches[0].x), batches[0]).item(), rel=1e-5)
 
 
 def test_a_dataclass_with_another_number_is_tried() -> None:
     model = ByName()
-    step = mw.compile(model, loss=loss, example=rows(), mesh="", backend="eager")
+    step = mw.compile(model, loss=loss, example=rows(), mesh="", run=mw.RunOptions(backend="eager"))
     other = rows()
     other.scale = 3.0
     with pytest.raises(mw.MeshweaveError, match="scale"):

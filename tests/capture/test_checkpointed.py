@@ -217,20 +217,23 @@ def test_a_generator_of_the_models_own_is_an_error() -> None:
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 def test_recompute_of_a_model_that_checkpoints(policy: str) -> None:
-    assert_as_eager(Net(again), "dp=2", recompute=policy)
+    assert_as_eager(Net(again), "dp=2", passes=f"recompute={policy}")
 
 
-@pytest.mark.parametrize("options", [{"autocast": torch.bfloat16}, {"param_dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "options", [{"precision": torch.bfloat16}, {"precision": mw.Precision(param_dtype=torch.bfloat16)}]
+)
 def test_checkpoints_repeat_under_casts(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Net(again)
     other = copy.deepcopy(model)
     other.call = plainly
     (batch,) = batches(1, (8, 6), (8, 6))
-    if "param_dtype" in options:
+    if isinstance(options["precision"], mw.Precision):
         batch["x"] = batch["x"].to(torch.bfloat16)
     found, expected = (
-        mw.compile(m, loss=mse, example=batch, mesh="dp=2", keep_gradients=True, **options) for m in (model, other)
+        mw.compile(m, loss=mse, example=batch, mesh="dp=2", run=mw.RunOptions(keep_gradients=True), **options)
+        for m in (model, other)
     )
     assert found(batch) == expected(batch)
     assert_tensors(found.gradients(), expected.gradients(), 1e-6)
@@ -248,7 +251,7 @@ def test_a_hugging_face_model_with_checkpoints_and_dropout_equals_eager(kind: st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # it has a newer name
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    step = mw.compile(model, loss=loss, example=batch, mesh=mesh, keep_gradients=True)
+    step = mw.compile(model, loss=loss, example=batch, mesh=mesh, run=mw.RunOptions(keep_gradients=True))
     found = step(batch)
     eager = copy.deepcopy(model)
     with GlobalRandom(torch.tensor(0), 0):

@@ -220,7 +220,7 @@ def test_every_way_to_run_a_step_is_guarded() -> None:
     run.step.update()
 
 
-@pytest.mark.parametrize("options", [{}, {"autocast": torch.bfloat16}])
+@pytest.mark.parametrize("options", [{}, {"precision": torch.bfloat16}])
 def test_autocast_around_a_step_or_compile_is_no_silent_no(options: dict[str, Any]) -> None:
     run = Run.of(Model(), DATA[0], **options)
     other = torch.float16 if options else torch.bfloat16

@@ -39,7 +39,7 @@ def test_reductions_round_once_on_any_mesh(reduce: str, dtype: torch.dtype, mesh
     model = Reduces(reduce, dtype)
     step = mw.compile(
         model, loss=lambda out, b: (out.float() * b["x"].float()).sum(), example={"x": x}, mesh=mesh,
-        keep_gradients=True,
+        run=mw.RunOptions(keep_gradients=True),
     )  # fmt: skip
     step({"x": x})
     model(x)
@@ -54,7 +54,9 @@ def test_reductions_round_once_on_any_mesh(reduce: str, dtype: torch.dtype, mesh
 def test_the_parts_of_a_mean_travel_in_float32_those_of_sums_and_matmuls_in_their_own_dtype() -> None:
     model = nn.Linear(6, 6).bfloat16()
     x = torch.randn(8, 6).bfloat16()
-    step = mw.compile(model, loss=mse, example={"input": x, "y": x}, mesh="dp=2", keep_gradients=True)
+    step = mw.compile(
+        model, loss=mse, example={"input": x, "y": x}, mesh="dp=2", run=mw.RunOptions(keep_gradients=True)
+    )
     step({"input": x, "y": x})
     moved = [n for n in step.program.placed.graph.nodes if n.target is ops.move and n.args[0].meta["layout"].partial]
     assert {(spec_of(n).shape, spec_of(n).dtype) for n in moved} == {

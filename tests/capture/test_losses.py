@@ -83,7 +83,9 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
 def compiled(loss: Any, mesh: str, model: nn.Module | None = None) -> mw.TrainStep:
     model = model or Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mw.compile(model, loss=loss, example=example(), optimizer=optimizer, mesh=mesh, backend="eager")
+    return mw.compile(
+        model, loss=loss, example=example(), optimizer=optimizer, mesh=mesh, run=mw.RunOptions(backend="eager")
+    )
 
 
 @pytest.mark.parametrize("name", list(LOSSES))

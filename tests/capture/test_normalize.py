@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from meshweave.capture.step import CaptureOptions, capture
 from meshweave.ir.graph import Spec, StepGraph, op_name, origin_of
 from meshweave.ir.verify import verify_step
+from meshweave.runtime.session import RunOptions
 
 
 class Calls(nn.Module):
@@ -103,7 +104,9 @@ def test_the_form_computes_what_torch_does(name: str) -> None:
     function, _ = FORMS[name]
     model = Calls(function)
     batch = {"x": torch.tensor(0.5)}
-    step, losses = train(model, [batch], loss=total, make=lambda p: torch.optim.SGD(p, lr=0.1), keep_gradients=True)
+    step, losses = train(
+        model, [batch], loss=total, make=lambda p: torch.optim.SGD(p, lr=0.1), run=RunOptions(keep_gradients=True)
+    )
     expected = total(model(**batch), batch)
     expected.backward()
     torch.testing.assert_close(losses[0], expected.item(), rtol=1e-6, atol=0)
@@ -141,7 +144,7 @@ def test_a_number_is_made_once_per_phase() -> None:
 def test_the_backward_of_a_convolution_is_one_op_per_gradient(bias: bool) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=bias), nn.ReLU(), nn.Conv2d(4, 2, 1, bias=bias))
     batch = {"input": torch.linspace(-1, 1, 2 * 3 * 5 * 5).view(2, 3, 5, 5)}
-    step, losses = train(model, [batch], loss=total, keep_gradients=True)
+    step, losses = train(model, [batch], loss=total, run=RunOptions(keep_gradients=True))
     masks = [n.args[-1] for n in step.program.captured.graph.nodes if op_name(n.target) == "aten.convolution_backward"]
     assert masks == [[True, False, False], [False, True, False], [False, True, False]]
     expected = total(model(**batch), batch)

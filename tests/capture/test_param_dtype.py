@@ -15,10 +15,11 @@ from tests.training import assert_tensors, batches, mse, sgd, train
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from meshweave.capture.step import CaptureOptions, Substituted, capture, cast_for_eager
+from meshweave.capture.step import CaptureOptions, Precision, Substituted, capture, cast_for_eager
 from meshweave.cli import app
 from meshweave.errors import PlanError
 from meshweave.ir.graph import op_name, origin_of, spec_of
+from meshweave.runtime.session import RunOptions
 
 BF16 = torch.bfloat16
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
@@ -58,11 +59,19 @@ def test_equals_eager_and_trains_on_a_mesh(kind: str, of_loss: float, of_paramet
     model.eval()
     data = [batch] * 4
     expected, losses = eager(model, data, loss, sgd)
-    single, found = train(model, data, "", loss, sgd, param_dtype=BF16)
+    single, found = train(model, data, "", loss, sgd, precision=Precision(param_dtype=BF16))
     torch.testing.assert_close(found, losses, rtol=of_loss, atol=0)
     assert_tensors(single.parameters(), expected, of_parameter)
     assert found[3] < found[0]
-    mesh, on_mesh = train(model, data, "fsdp=2,tp=2", loss, sgd, param_dtype=BF16, keep_gradients=True)
+    mesh, on_mesh = train(
+        model,
+        data,
+        "fsdp=2,tp=2",
+        loss,
+        sgd,
+        precision=Precision(param_dtype=BF16),
+        run=RunOptions(keep_gradients=True),
+    )
     torch.testing.assert_close(on_mesh, losses, rtol=ROUNDED, atol=0)
     assert_tensors(mesh.parameters(), expected, ROUNDED_GRADIENT)
     assert {g.dtype for g in mesh.gradients().values()} == {torch.float32}
@@ -71,8 +80,8 @@ def test_equals_eager_and_trains_on_a_mesh(kind: str, of_loss: float, of_paramet
 
 def test_bfloat16_is_gathered_and_float32_reduced() -> None:
     model, batch, loss = hugging_face("llama", batch=4, heads=4)
-    for options in ({}, {"recompute": "full"}):
-        step, _ = train(model, [batch], "fsdp=2", loss, ADAM, param_dtype=BF16, **options)
+    for options in ({}, {"passes": "recompute=full"}):
+        step, _ = train(model, [batch], "fsdp=2", loss, ADAM, precision=Precision(param_dtype=BF16), **options)
         rows = step.explain()
         gathered = [row for row in rows if "all_gather" in row.kind]
         reduced = [row for row in rows if "reduce_scatter" in row.kind]
@@ -88,7 +97,7 @@ def test_bfloat16_is_gathered_and_float32_reduced() -> None:
 def test_a_gradient_is_cast_and_reduced_as_soon_as_it_is_there() -> None:
     """Not at the end of the backward pass, where autograd would cast what was cast first."""
     model, batch, loss = hugging_face("llama", batch=4, heads=4)
-    step = capture(model, loss, batch, None, CaptureOptions(param_dtype=BF16))
+    step = capture(model, loss, batch, None, CaptureOptions(precision=Precision(param_dtype=BF16)))
     casts = [n for n in step.graph.nodes if n.target is ROUND_PARTS]
     assert len(casts) == len(list(model.parameters()))
     assert all(n.prev is n.all_input_nodes[0] for n in casts)
@@ -115,7 +124,9 @@ class Mixed(nn.Module):
 def test_parameters_are_cast_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     model = Mixed()
     data = batches(2, (4, 4), (4, 4))
-    step, found = train(model, data, "fsdp=2", param_dtype=BF16, keep_gradients=True)
+    step, found = train(
+        model, data, "fsdp=2", precision=Precision(param_dtype=BF16), run=RunOptions(keep_gradients=True)
+    )
     assert "torch.float32 torch.bfloat16 torch.bfloat16 torch.float32" in capsys.readouterr().out
     assert step.gradients()["wide"].dtype == step.parameters()["wide"].dtype == torch.float64
     expected, losses = eager(model, data, mse, sgd)
@@ -126,14 +137,17 @@ def test_parameters_are_cast_and_nothing_else(capsys: pytest.CaptureFixture[str]
 def test_no_cast_where_nothing_would_change() -> None:
     model, data = nn.Linear(4, 4), {"input": torch.randn(2, 4), "y": torch.randn(2, 4)}
     plain = capture(model, mse, data, None, CaptureOptions())
-    assert capture(model, mse, data, None, CaptureOptions(param_dtype=torch.float32)).text() == plain.text()
-    other = capture(model.to(BF16), mse, data, None, CaptureOptions(param_dtype=torch.float32))
+    assert (
+        capture(model, mse, data, None, CaptureOptions(precision=Precision(param_dtype=torch.float32))).text()
+        == plain.text()
+    )
+    other = capture(model.to(BF16), mse, data, None, CaptureOptions(precision=Precision(param_dtype=torch.float32)))
     assert [op_name(n.target) for n in other.graph.nodes if "copy" in n.name] == ["aten._to_copy"] * 2
 
 
 def test_a_dtype_of_integers_is_refused() -> None:
     with pytest.raises(PlanError, match="param_dtype is not a floating-point dtype") as error:
-        CaptureOptions(param_dtype=torch.int8)
+        CaptureOptions(precision=Precision(param_dtype=torch.int8))
     assert error.value.got == "torch.int8"
 
 

@@ -223,7 +223,7 @@ def test_every_mesh_draws_the_same_of_every_distribution() -> None:
             example=batches[0],
             optimizer=optimizer,
             mesh=mesh,
-            backend="eager",
+            run=mw.RunOptions(backend="eager"),
         )
         runs.append([(float(step(batch)), {n: b.clone() for n, b in step.buffers().items()}) for batch in batches])
     for (loss, seen), *others in zip(*runs, strict=True):

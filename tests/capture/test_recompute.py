@@ -227,7 +227,7 @@ def test_blocks_are_the_outermost_lists(name: str) -> None:
 def test_a_model_without_blocks_is_refused(model: nn.Module) -> None:
     data = batches(1, (4, 8), (4, 8))[0] | {}
     with pytest.raises(PlanError, match="no repeated block") as error:
-        mw.compile(model, loss=mse, example={"input": data["x"], "y": data["y"]}, mesh="", recompute="full")
+        mw.compile(model, loss=mse, example={"input": data["x"], "y": data["y"]}, mesh="", passes="recompute=full")
     assert error.value.expected.startswith("layers in a list")
     assert "ModuleList" in error.value.hint
     assert "modules 0" in error.value.got or "without modules" in error.value.got
@@ -361,7 +361,8 @@ def run(kind: str, mesh: str, policy: str, **options: Any) -> tuple[mw.TrainStep
     """A step after two batches, and all that it left."""
     model, batch, loss = hugging_face(kind, batch=4, heads=4)
     data = [batch, {k: v.flip(0) for k, v in batch.items()}]
-    step, losses = train(model, data, mesh, loss, ADAM, recompute=policy, keep_gradients=True, **options)
+    kept = {"run": mw.RunOptions(keep_gradients=True)} | options
+    step, losses = train(model, data, mesh, loss, ADAM, passes=f"recompute={policy}", **kept)
     left = {f"gradient {n}": g for n, g in step.gradients().items()}
     left |= step.parameters() | step.optimizer_state() | {"loss": torch.tensor(losses, dtype=torch.float64)}
     return step, left
@@ -395,7 +396,12 @@ def test_the_bits_are_those_without_recomputation(kind: str, mesh: str) -> None:
 
 
 def test_with_clipping_accumulation_and_autocast() -> None:
-    options: dict[str, Any] = {"clip_grad_norm": 0.5, "accumulate": 2, "autocast": torch.bfloat16, "backend": "eager"}
+    options: dict[str, Any] = {
+        "clip_grad_norm": 0.5,
+        "accumulate": 2,
+        "precision": torch.bfloat16,
+        "run": mw.RunOptions(backend="eager", keep_gradients=True),
+    }
     _, expected = run("llama", "", "none", **options)
     assert_same_bits(run("llama", "", "selective", **options)[1], expected)
 
@@ -440,7 +446,7 @@ def test_operators_in_a_block_are_made_again(layer: type[nn.Module], mesh: str) 
         torch.manual_seed(0)
         model = nn.Sequential(layer(), layer())
         data = [{"input": b["x"], "y": b["y"]} for b in batches(2, (4, 8), (4, 8))]
-        step, losses = train(model, data, mesh, make=sgd, recompute=policy)
+        step, losses = train(model, data, mesh, make=sgd, passes=f"recompute={policy}")
         return step, step.parameters() | {"loss": torch.tensor(losses)}
 
     _, expected = trained("none")
@@ -460,7 +466,7 @@ def test_buffers_are_updated_once() -> None:
     def trained(policy: str) -> mw.TrainStep:
         torch.manual_seed(0)
         data = [{"input": b["x"], "y": b["y"]} for b in batches(2, (4, 8), (4, 8))]
-        return train(nn.Sequential(block(), block()), data, "dp=2", recompute=policy)[0]
+        return train(nn.Sequential(block(), block()), data, "dp=2", passes=f"recompute={policy}")[0]
 
     plain, found = trained("none"), trained("full")
     assert_same_bits(found.buffers(), plain.buffers())
@@ -476,7 +482,11 @@ def peak(policy: str, mesh: str = "") -> int:
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(16) for _ in range(8)))
     data = [{"input": b["x"], "y": b["y"]} for b in batches(2, (512, 16), (512, 16))]
-    options: dict[str, Any] = {"mesh": mesh, "recompute": policy, "backend": "eager"}  # the meter counts op by op
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "passes": f"recompute={policy}",
+        "run": mw.RunOptions(backend="eager"),
+    }  # the meter counts op by op
     step = mw.compile(model, loss=mse, example=data[0], optimizer=sgd(model.parameters()), **options)
     step(data[0])
     ranks = [step.program.rank] * step.program.mesh.num_devices
@@ -534,16 +544,27 @@ def test_the_command_line_takes_it(tmp_path: Path) -> None:
     model = f"{tmp_path}/layers.py:make"
 
     def losses(policy: str) -> list[float]:
-        result = CliRunner().invoke(app, ["run", model, "--steps", "3", "--json", "--recompute", policy])
+        result = CliRunner().invoke(app, ["run", model, "--steps", "3", "--json", "--passes", f"recompute={policy}"])
         assert result.exit_code == 0
         found: list[float] = json.loads(result.stdout.splitlines()[-1])["losses"]
         return found
 
     assert losses("full") == losses("none")
     assert losses("none")[2] < losses("none")[0]
-    arguments = ["check", model, "--mesh", "fsdp=2", "--recompute", "selective", "--steps", "2", "--optimizer", "sgd"]
+    arguments = [
+        "check",
+        model,
+        "--mesh",
+        "fsdp=2",
+        "--passes",
+        "recompute=selective",
+        "--steps",
+        "2",
+        "--optimizer",
+        "sgd",
+    ]
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert CliRunner().invoke(app, ["plan", model, "--mesh", "dp=2", "--recompute", "full"]).exit_code == 0
-    wrong = CliRunner().invoke(app, ["run", model, "--recompute", "most"])
+    assert CliRunner().invoke(app, ["plan", model, "--mesh", "dp=2", "--passes", "recompute=full"]).exit_code == 0
+    wrong = CliRunner().invoke(app, ["run", model, "--passes", "recompute=most"])
     assert wrong.exit_code == 2
-    assert "'most' is not one of" in wrong.output
+    assert "'most' is not a recomputation policy" in wrong.output

@@ -256,7 +256,12 @@ def test_a_parameter_outside_the_optimizer_has_a_gradient_and_stays() -> None:
     model, data = MLP(), batches(2, (4, 4), (4, 4))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     step = mw.compile(
-        model, loss=mse, example=data[0], optimizer=sgd(model.down.parameters()), mesh="fsdp=2", keep_gradients=True
+        model,
+        loss=mse,
+        example=data[0],
+        optimizer=sgd(model.down.parameters()),
+        mesh="fsdp=2",
+        run=mw.RunOptions(keep_gradients=True),
     )
     for batch in data:
         step(batch)
@@ -336,7 +341,7 @@ def test_autocast_is_close_to_eager_autocast(mesh: str) -> None:
         value.backward()
         optimizer.step()
         expected.append(value.item())
-    step, losses = train(model, data, mesh, loss=loss, autocast=torch.bfloat16)
+    step, losses = train(model, data, mesh, loss=loss, precision=torch.bfloat16)
     torch.testing.assert_close(losses, expected, rtol=2e-3, atol=0)
     assert_tensors(step.parameters(), {n: p.detach() for n, p in twin.named_parameters()}, 4e-3)
     nodes = step.program.captured.graph.nodes

@@ -644,7 +644,7 @@ def test_attention_equals_torch(name: str) -> None:
     q, k, learnt, mask, options = ATTENTION[name]
     model = Attends(q, k, learnt, **options)
     batch = {"x": torch.tensor(1.25)} | ({} if mask is None else {"mask": mask})
-    step = mw.compile(model, loss=_weighted, example=batch, mesh="", keep_gradients=True)
+    step = mw.compile(model, loss=_weighted, example=batch, mesh="", run=mw.RunOptions(keep_gradients=True))
     found = step(batch)
     model.options["dropout_p"] = 0.0
     expected = _weighted(model(**batch), batch)
@@ -659,7 +659,7 @@ def test_attention_equals_torch(name: str) -> None:
 def test_dropout_on_attention_scores_is_that_of_eager_under_global_random(mesh: str) -> None:
     model = Attends((2, 4, 5, 8), (2, 4, 7, 8), None, dropout_p=0.4)
     batch = {"x": torch.linspace(0.5, 1.5, 2).view(2, 1, 1, 1)}
-    step = mw.compile(model, loss=_weighted, example=batch, mesh=mesh, keep_gradients=True, seed=3)
+    step = mw.compile(model, loss=_weighted, example=batch, mesh=mesh, run=mw.RunOptions(keep_gradients=True), seed=3)
     found = step(batch)
     with GlobalRandom(torch.tensor(0), 3), CapturedFunctions():
         expected = _weighted(model(**batch), batch)

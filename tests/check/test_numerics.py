@@ -62,7 +62,7 @@ def options_of(model, optimizer, mesh, plan):
         "optimizer": optimizer,
         "mesh": mesh,
         "plan": plan,
-        "keep_gradients": True,
+        "run": mw.RunOptions(keep_gradients=True),
     }
 
 
@@ -184,7 +184,8 @@ def test_nan_missing_and_misshapen_tensors_fail():
 def test_accumulation_and_clipping_are_compared_too():
     def step_of(model, optimizer, mesh, plan):
         return mw.compile(
-            model, loss=loss, example=example_for(model), optimizer=optimizer, mesh=mesh, keep_gradients=True,
+            model, loss=loss, example=example_for(model), optimizer=optimizer, mesh=mesh,
+            run=mw.RunOptions(keep_gradients=True),
             accumulate=2, clip_grad_norm=0.1,
         )  # fmt: skip
 

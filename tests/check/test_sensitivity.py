@@ -78,7 +78,13 @@ def check(
         is_wide = runs_float64 and next(model.parameters()).dtype == torch.float64
         example = widened(make_batch(0)) if is_wide else make_batch(0)
         found = mw.compile(
-            model, loss=loss, example=example, optimizer=optimizer, mesh=on, clip_grad_norm=clip, keep_gradients=True
+            model,
+            loss=loss,
+            example=example,
+            optimizer=optimizer,
+            mesh=on,
+            clip_grad_norm=clip,
+            run=mw.RunOptions(keep_gradients=True),
         )
         if on.num_devices > 1:
             change(found)

@@ -9,7 +9,7 @@ from tests.fuzz.habits import Drop, block
 from torch import nn
 from torch.nn import functional as F
 
-import meshweave as mw
+from meshweave.passes import Carry, Decompose, Overlap, Prefetch, Recompute, Split
 
 VOCAB = 13
 
@@ -121,21 +121,22 @@ class Program:
         self.opt = chance.choice(["sgd", "nesterov", "adam", "adamw", "groups", "foreach", "amsgrad"])
         self.sched = chance.choice([None, "cosine", "step", "lambda"])
         o = self.options = {}
+        self.passes = []
         if recompute != "none":
-            o["recompute"] = recompute
+            self.passes.append(Recompute(recompute))
         if chance.random() < 0.35:
-            o["prefetch"] = chance.choice([1, 2])
+            self.passes.append(Prefetch(chance.choice([1, 2])))
         if chance.random() < 0.25:
-            o["overlap"] = True
+            self.passes += [Carry(), Overlap()]
             o["profile"] = "h100"
         if chance.random() < 0.3:
-            o["decompose"] = mw.DecomposeOptions(when="always")
+            self.passes.append(Decompose(when="always"))
             o["profile"] = "h100"
         if chance.random() < 0.25:
-            o["split"] = mw.SplitOptions((2,), when="always")
+            self.passes.append(Split((2,), when="always"))
             o["profile"] = "h100"
         if self.dtype == torch.float32 and chance.random() < 0.5:
-            o["autocast"] = torch.bfloat16
+            o["precision"] = torch.bfloat16
         if chance.random() < 0.3:
             o["clip_grad_norm"] = chance.choice([0.1, 1.0])
         g = torch.Generator().manual_seed(seed)

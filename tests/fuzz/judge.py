@@ -40,7 +40,7 @@ def eagerly(program: Program, linear: type[nn.Linear] = nn.Linear) -> Trained:
             module.__class__ = linear
     _with_contiguous_gradients(model)
     optimizer, loss = program.make_optimizer(model), program.loss(model)
-    autocast = settings.options.get("autocast")
+    autocast = settings.options.get("precision")
     for batch in program.batches:
         model.zero_grad(set_to_none=True)
         total = 0.0
@@ -90,13 +90,14 @@ def compiled(program: Program) -> Trained:
         mesh=settings.mesh,
         plan=settings.plan,
         accumulate=settings.accumulate,
+        passes=settings.passes or None,
         **settings.options,
     )
     for batch in program.batches:
         found.losses.append(float(step(batch)))
         if "clip_grad_norm" in settings.options:
             found.norms.append(step.metrics["grad_norm"])
-    if optimizer is None or "keep_gradients" in settings.options:
+    if optimizer is None or "run" in settings.options:
         found.gradients = step.gradients()
     found.parameters, found.buffers = step.parameters(), step.buffers()
     return found
@@ -111,14 +112,14 @@ def widened(program: Program) -> Program:
 
 def differences(program: Program, got: Trained, expected: Trained) -> list[str]:
     """What differs by more than the bound, the largest first; nothing where the two agree."""
-    bound = AUTOCAST_BOUND if "autocast" in program.settings.options else BOUNDS[program.settings.dtype]
+    bound = AUTOCAST_BOUND if "precision" in program.settings.options else BOUNDS[program.settings.dtype]
     found: list[tuple[float, str]] = []
     for kind in ("losses", "norms"):
         for i, (a, b) in enumerate(zip(getattr(got, kind), getattr(expected, kind), strict=True)):
             found.append((_error(torch.tensor(a), torch.tensor(b)), f"{kind}[{i}]: {a} for {b}"))
     for kind in ("gradients", "parameters", "buffers"):
         have, want = getattr(got, kind), getattr(expected, kind)
-        if kind == "gradients" and not have and "keep_gradients" not in program.settings.options:
+        if kind == "gradients" and not have and "run" not in program.settings.options:
             continue
         scale = (
             max((float(v.abs().max()) for v in want.values() if v.numel()), default=0.0) if kind == "gradients" else 0

@@ -67,10 +67,10 @@ def outcome(seed: int) -> Outcome:
         last = traceback.format_exc().strip().splitlines()[-14:]
         return done("crash", f"{type(error).__name__}: {str(error)[:400]}\n" + "\n".join(last))
     wrong = differences(program, got, expected)
-    if wrong and "autocast" in program.settings.options:
+    if wrong and "precision" in program.settings.options:
         # Adam makes a whole step of a gradient's last digit: with the one rounding that is known, PyTorch does so too.
         wrong = differences(program, got, eagerly(any_program(seed), RoundsFirst))
-    if wrong and program.settings.dtype == torch.float32 and "autocast" not in program.settings.options:
+    if wrong and program.settings.dtype == torch.float32 and "precision" not in program.settings.options:
         # A gradient that is 0 but for rounding (a norm over one element) may be anything in float32.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

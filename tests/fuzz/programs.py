@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshweave as mw
-from meshweave.rings import DecomposeOptions
-from meshweave.rows import SplitOptions
+from meshweave.passes import Carry, Decompose, Overlap, Prefetch, Recompute, Split
 
 VOCABULARY, CLASSES = 11, 5
 
@@ -94,6 +93,7 @@ class Settings:
     optimizer: str = "sgd"
     dtype: torch.dtype = torch.float64
     accumulate: int = 1
+    passes: list[Any] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -133,7 +133,7 @@ def any_program(seed: int) -> Program:
     model = Net(chance, on, stages, chance.choice([2, 3]) if recompute != "none" or chance.random() < 0.3 else 0)
     settings = _settings(chance, mesh, model, bool(on))
     if recompute != "none":
-        settings.options["recompute"] = recompute
+        settings.passes.append(Recompute(recompute))
     model = model.to(settings.dtype)
     batches = [_batch(chance, model, settings) for _ in range(chance.choice([2, 2, 3]))]
     return Program(seed, model, batches, _loss(chance, model), _optimizer(chance, settings), settings)
@@ -155,27 +155,27 @@ def _settings(chance: Random, mesh: mw.Mesh, model: Net, has_operators: bool) ->
     found.optimizer = chance.choice(["sgd", "momentum", "nesterov", "adam", "adamw", "amsgrad", "groups", "none"])
     options: dict[str, Any] = {}
     if chance.random() < 0.4:
-        options["prefetch"] = chance.choice([1, 2])
+        found.passes.append(Prefetch(chance.choice([1, 2])))
     if chance.random() < 0.2:
-        options["overlap"] = chance.choice([True, mw.OverlapOptions(carry=1), mw.OverlapOptions(carry=0)])
+        found.passes += [Carry(chance.choice(["auto", 1, 0])), Overlap()]
     if chance.random() < 0.4:
-        options["decompose"] = chance.choice([True, DecomposeOptions(when="always"), DecomposeOptions(when="always")])
+        found.passes.append(chance.choice([Decompose(), Decompose(when="always"), Decompose(when="always")]))
     if chance.random() < 0.35:
-        options["split"] = chance.choice([True, SplitOptions((2,), when="always"), SplitOptions((3,), when="always")])
+        found.passes.append(chance.choice([Split(), Split((2,), when="always"), Split((3,), when="always")]))
     if dtype == torch.float32 and chance.random() < 0.35:
-        options["autocast"] = torch.bfloat16
+        options["precision"] = torch.bfloat16
     if found.optimizer != "none" and chance.random() < 0.3:
         options["clip_grad_norm"] = chance.choice([0.05, 10.0])
     if chance.random() < 0.6:
-        options["keep_gradients"] = True
-    if chance.random() < 0.6 or any(_asks_costs(options.get(k)) for k in ("overlap", "decompose", "split")):
+        options["run"] = mw.RunOptions(keep_gradients=True)
+    if chance.random() < 0.6 or any(map(_asks_costs, found.passes)):
         options["profile"] = chance.choice(["h100", "a100"])
     found.options = options
     return found
 
 
-def _asks_costs(option: Any) -> bool:
-    return option is not None and getattr(option, "when", "gain") == "gain"
+def _asks_costs(asked: Any) -> bool:
+    return isinstance(asked, (Overlap, Decompose, Split)) and getattr(asked, "when", "gain") == "gain"
 
 
 def _plan(chance: Random, mesh: mw.Mesh, model: Net, has_operators: bool) -> Any:

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshweave as mw
-from meshweave.rings import DecomposeOptions
-from meshweave.rows import SplitOptions
+from meshweave.passes import Decompose, Prefetch, Split
 
 Program = tuple[Callable[[], nn.Module], tuple[int, ...], str, dict[str, Any]]
-APART, SPLIT = DecomposeOptions(when="always"), SplitOptions((2,), when="always")
+APART, SPLIT = Decompose(when="always"), Split((2,), when="always")
 
 
 class Tied(nn.Module):
@@ -96,16 +95,21 @@ FOUND: dict[str, Program] = {
         _residual,
         (3, 6),
         "dp=2,tp=2",
-        {"plan": _COLUMNS, "decompose": APART},
+        {"plan": _COLUMNS, "passes": [APART]},
     ),
-    "rings with stages, microbatches and uneven pieces": (Tied, _SEQUENCE, "pp=2,fsdp=4", {"decompose": APART}),
-    "chunks of rows beside uneven pieces": (_residual, _SEQUENCE, "tp=4", {"split": SPLIT}),
-    "chunks of rows of what another stage sends": (Tied, _SEQUENCE, "pp=2,tp=2", {"split": SPLIT}),
-    "costs of channels in groups on their pieces": (_depthwise, _IMAGE, "tp=2", {"overlap": True, "profile": "h100"}),
-    "channels in groups, taken apart": (_depthwise, _IMAGE, "fsdp=2,tp=3", {"decompose": APART, "split": SPLIT}),
-    "a shared weight fetched ahead by stages": (Tied, _SEQUENCE, "pp=2,fsdp=2", {"prefetch": 1, "decompose": APART}),
-    "the attention block of a diffusion model": (lambda: Spatial(4, 2), (4, 4, 3, 3), "tp=2", {"prefetch": 1}),
-    "a small U with group norms": (lambda: UpDown(4, 2), (3, 4, 5, 4), "fsdp=2,tp=2", {"split": SPLIT}),
+    "rings with stages, microbatches and uneven pieces": (Tied, _SEQUENCE, "pp=2,fsdp=4", {"passes": [APART]}),
+    "chunks of rows beside uneven pieces": (_residual, _SEQUENCE, "tp=4", {"passes": [SPLIT]}),
+    "chunks of rows of what another stage sends": (Tied, _SEQUENCE, "pp=2,tp=2", {"passes": [SPLIT]}),
+    "costs of channels in groups on their pieces": (
+        _depthwise,
+        _IMAGE,
+        "tp=2",
+        {"passes": "carry,overlap", "profile": "h100"},
+    ),
+    "channels in groups, taken apart": (_depthwise, _IMAGE, "fsdp=2,tp=3", {"passes": [APART, SPLIT]}),
+    "a shared weight fetched ahead by stages": (Tied, _SEQUENCE, "pp=2,fsdp=2", {"passes": [Prefetch(1), APART]}),
+    "the attention block of a diffusion model": (lambda: Spatial(4, 2), (4, 4, 3, 3), "tp=2", {"passes": "prefetch=1"}),
+    "a small U with group norms": (lambda: UpDown(4, 2), (3, 4, 5, 4), "fsdp=2,tp=2", {"passes": [SPLIT]}),
     "a recurrent layer, which oneDNN has as one op": (Recurrent, _SEQUENCE, "fsdp=2,tp=2", {}),
     "a weight by its length and direction": (lambda: _normed(0), _SEQUENCE, "fsdp=2,tp=2", {}),
     "a weight by one length for all of it": (lambda: _normed(None), _SEQUENCE, "dp=2,tp=2", {}),
@@ -114,7 +118,7 @@ FOUND: dict[str, Program] = {
         lambda: Attention(6, 4, 2, 3, "sdpa", "causal"),
         _SEQUENCE,
         "tp=3",
-        {"decompose": APART},
+        {"passes": [APART]},
     ),
 }
 
@@ -141,7 +145,7 @@ def test_a_dim_of_one_element_is_cast_on_the_device_that_has_it(make: Callable[[
     model = make()
     first = "x" if isinstance(model, Token) else "input"
     data = [{first: b["x"], "y": b["y"]} for b in batches(2, _SEQUENCE, model(torch.zeros(_SEQUENCE)).shape)]
-    whole, expected = train(model, data, autocast=torch.bfloat16)
-    step, losses = train(model, data, "fsdp=2", autocast=torch.bfloat16, decompose=APART)
+    whole, expected = train(model, data, precision=torch.bfloat16)
+    step, losses = train(model, data, "fsdp=2", precision=torch.bfloat16, passes=[APART])
     torch.testing.assert_close(losses, expected, rtol=1e-2, atol=0.0)
     assert_tensors(step.parameters(), whole.parameters(), tolerance=1e-2)

@@ -47,6 +47,7 @@ def compiled(program: Program) -> tuple[Trained, Masks]:
         optimizer=optimizer,
         mesh=program.mesh,
         accumulate=program.accumulate,
+        passes=program.passes or None,
         **program.options,
     )
     schedule, losses, masks = program.scheduler(optimizer), [], []
@@ -77,7 +78,7 @@ def eagerly(
             module.register_full_backward_pre_hook(lambda _, grads: tuple(g.contiguous() for g in grads))
     optimizer = program.optimizer(model)
     schedule, losses = program.scheduler(optimizer), []
-    autocast: Any = program.options.get("autocast")
+    autocast: Any = program.options.get("precision")
     for batch in program.data:
         optimizer.zero_grad()
         total = 0.0
@@ -115,7 +116,7 @@ def errors(got: Trained, want: Trained) -> dict[str, float]:
 def differences(program: Program, got: Trained, masks: Masks) -> list[str]:
     """What is off from eager PyTorch by more than the bound: under autocast also from PyTorch with the only rounding
     that is known, else also by more than rounding the parameters moves PyTorch itself."""
-    is_coarse, want = "autocast" in program.options, eagerly(program, masks)
+    is_coarse, want = "precision" in program.options, eagerly(program, masks)
     bound = AUTOCAST_BOUND if is_coarse else BOUNDS[program.dtype]
     off = beyond(errors(got, want), bound)
     if off and is_coarse:

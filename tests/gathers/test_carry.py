@@ -30,7 +30,7 @@ from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied
 from meshweave.ir.values import local_values
 from meshweave.ir.verify import verify_rank
-from meshweave.passes import Carry, Overlap, pipeline_of
+from meshweave.passes import Carry, Overlap, Recompute, pipeline_of
 from meshweave.program import Program
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.session import SessionSettings
@@ -52,15 +52,16 @@ def built(
     bucket: bool = False,
     trained: bool = True,
     recompute: str = "none",
+    precision: Any = None,
     **options: Any,
 ) -> Program:
     """The program of a step, scheduled unless `carry` is None."""
     model, batch, loss = made
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduled = [] if carry is None else [Carry(carry), Overlap(bucket)]
-    how = pipeline_of(scheduled, recompute=recompute)
+    how = pipeline_of([Recompute(recompute), *scheduled])
     spec = read_optimizer(optimizer, model) if trained else None
-    settings = CaptureOptions(**options)
+    settings = CaptureOptions(precision=mw.Precision.of(precision), **options)
     return build_program(
         StepSource(model, loss), batch, spec, Target(mw.Mesh(mesh), None, H100), settings, pipeline=how
     )
@@ -70,11 +71,15 @@ def built(
 CASES: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
     "fsdp, clipped, merged": (MLP, "fsdp=4", {"clip_grad_norm": 0.1, "bucket": True}),
     "dp x fsdp, microbatches": (MLP, "dp=2,fsdp=2", {"accumulate": 2}),
-    "fsdp x tp, cast": (MLP, "fsdp=2,tp=2", {"autocast": torch.bfloat16}),
+    "fsdp x tp, cast": (MLP, "fsdp=2,tp=2", {"precision": torch.bfloat16}),
 }
 SLOW: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
     "llama, pipeline": (LLAMA, "pp=2,fsdp=2", {}),
-    "llama, recomputed": (LLAMA, "fsdp=2,tp=2", {"recompute": "full", "param_dtype": torch.bfloat16}),
+    "llama, recomputed": (
+        LLAMA,
+        "fsdp=2,tp=2",
+        {"recompute": "full", "precision": mw.Precision(param_dtype=torch.bfloat16)},
+    ),
     "llama, microbatches": (LLAMA, "dp=2,fsdp=2", {"accumulate": 2, "clip_grad_norm": 1.0}),
 }
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -94,7 +99,9 @@ def program(case: str, carry: int | None) -> Program:
 def trainee(case: str, carry: int | None) -> TrainStep:
     made, found = copy.deepcopy(made_of(case)), program(case, carry)
     optimizer = torch.optim.AdamW(made[0].parameters(), lr=1e-2)
-    return TrainStep(found, made[0], optimizer, LocalWorld(found.mesh), SessionSettings(found.options.accumulate, 0))
+    return TrainStep(
+        found, made[0], optimizer, LocalWorld(found.mesh), SessionSettings(accumulate=found.options.accumulate)
+    )
 
 
 def pair(case: str) -> tuple[TrainStep, TrainStep]:
@@ -299,7 +306,7 @@ def job_train(pipe: Any, carry: str) -> dict[str, Any]:
         mesh="fsdp=2",
         profile="cpu-gloo",
         clip_grad_norm=1.0,
-        overlap=mw.OverlapOptions(carry=int(carry), bucket=False),
+        passes=[Carry(int(carry)), Overlap(bucket=False)],
     )
     losses = [float(step((x, y))) for _ in range(3)]
     try:
@@ -528,7 +535,14 @@ def wide_llama(batch: int, seq: int = 1024) -> Made:
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_step_is_faster_with_it(accumulate: int) -> None:
     made = wide_llama(8 * accumulate)
-    found = built(made, "fsdp=8", None, accumulate=accumulate, param_dtype=torch.bfloat16, clip_grad_norm=1.0)
+    found = built(
+        made,
+        "fsdp=8",
+        None,
+        accumulate=accumulate,
+        precision=mw.Precision(param_dtype=torch.bfloat16),
+        clip_grad_norm=1.0,
+    )
     how = mw.OverlapOptions(bucket=False)
     without, carrying = (
         overlap_roles(found.roles, H100, Scheduling(options), accumulate, found.placed)

@@ -21,7 +21,7 @@ from meshweave.errors import PlanError
 from meshweave.hardware import AlphaBeta
 from meshweave.ir.collectives import COLLECTIVES, WAIT
 from meshweave.ir.graph import origin_of
-from meshweave.passes import pipeline_of
+from meshweave.passes import Prefetch, pipeline_of
 from meshweave.program import Program
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
@@ -38,7 +38,7 @@ def llama() -> Made:
 def program(ahead: int, mesh: str = "fsdp=4") -> Program:
     model, batch, loss = llama()
     spec = read_optimizer(sgd(model), model)
-    how = pipeline_of(prefetch=ahead)
+    how = pipeline_of(f"prefetch={ahead}")
     return build_program(
         StepSource(model, loss), batch, spec, Target(mw.Mesh(mesh), None, AlphaBeta()), CaptureOptions(), pipeline=how
     )
@@ -81,7 +81,7 @@ def test_the_step_is_the_same_to_the_bit_and_proven(mesh: str, distances: tuple[
         made, model = program(ahead, mesh), copy.deepcopy(llama()[0])
         check_complete(made.placed, made.roles)
         check_deadlock(made.roles)
-        step = TrainStep(made, model, sgd(model), LocalWorld(made.mesh), SessionSettings(1, 0))
+        step = TrainStep(made, model, sgd(model), LocalWorld(made.mesh), SessionSettings())
         return [float(step(llama()[1])) for _ in range(2)], step.parameters()
 
     losses, params = trained(0)
@@ -101,7 +101,9 @@ def test_it_hides_what_it_can() -> None:
 
 def test_backwards_in_time_is_an_error() -> None:
     with pytest.raises(PlanError, match="to prefetch is negative"):
-        mw.compile(Named(), loss=lambda out, _: out.sum(), example=(torch.ones(4, 8),), mesh="fsdp=2", prefetch=-1)
+        mw.compile(
+            Named(), loss=lambda out, _: out.sum(), example=(torch.ones(4, 8),), mesh="fsdp=2", passes=[Prefetch(-1)]
+        )
 
 
 class Named(torch.nn.Module):
@@ -116,7 +118,9 @@ class Named(torch.nn.Module):
 
 
 def test_a_parameter_is_told_from_the_batch_by_what_it_is() -> None:
-    step = mw.compile(Named(), loss=lambda out, _: out.sum(), example=(torch.ones(4, 8),), mesh="fsdp=2", prefetch=1)
+    step = mw.compile(
+        Named(), loss=lambda out, _: out.sum(), example=(torch.ones(4, 8),), mesh="fsdp=2", passes="prefetch=1"
+    )
     nodes = list(step.program.rank.graph.nodes)
     (start,) = (
         n
@@ -132,4 +136,4 @@ def test_uneven_pieces_are_fetched_ahead(mesh: str, ahead: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
     data = [{"input": batch["x"], "y": batch["y"]} for batch in batches(2, (7, 8), (7, 8))]
-    assert_equals_eager(model, data, mesh, prefetch=ahead)
+    assert_equals_eager(model, data, mesh, passes=f"prefetch={ahead}")

@@ -272,7 +272,7 @@ def test_under_autocast_the_gradients_of_three_projections_are_reduced_once() ->
         example=(x,),
         mesh="tp=2",
         plan=mw.Plan({"parts.*.weight": "[{tp}, {}]"}),
-        autocast=torch.bfloat16,
+        precision=torch.bfloat16,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
     )
     reduced = [
@@ -306,7 +306,7 @@ def test_a_compiled_step_reduces_after_a_cast_only_if_asked(asked: bool, dtype: 
         example=(x,),
         mesh="tp=2",
         plan=mw.Plan({"first.weight": "[{tp}, {}]", "second.weight": "[{}, {tp}]"}),
-        reduce_after_cast=asked,
+        precision=mw.Precision(reduce_after_cast=asked),
     )
     check_complete(step.program.placed, step.program.roles)
     (reduced,) = [row for row in step.explain() if row.phase == "forward" and "partial" in row.source]

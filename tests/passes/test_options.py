@@ -1,4 +1,4 @@
-"""Lists of passes: text, short forms, and passes of one's own."""
+"""Lists of passes: text, and passes of one's own."""
 
 from __future__ import annotations
 
@@ -49,16 +49,10 @@ def test_text_and_lists(text: Any, expected: tuple[Pass[Any], ...]) -> None:
     assert pass_list(text) == expected
 
 
-def test_short_forms_are_the_same_list() -> None:
-    short = pipeline_of(
-        recompute="full", prefetch=1, split=2, decompose=True, overlap=mw.OverlapOptions(bucket=False, carry=3)
-    )
-    listed = [Overlap(bucket=False), Carry(3), Decompose(), Split((2,)), Prefetch(1), Recompute("full")]
-    assert set(pipeline_of(listed).passes) == set(short.passes)
-    assert [one.name for one in short.passes] == [name for name in PASSES if name not in ("ring", "keep")]
-    assert pipeline_of(split=True).passes == (Split(),)
+def test_a_memory_cap_implies_overlap() -> None:
     assert pipeline_of(memory_cap_bytes=1 << 30).passes == pipeline_of("carry,overlap").passes
     assert pipeline_of("overlap", memory_cap_bytes=1 << 30).passes == (Overlap(),)
+    assert pipeline_of("carry=2", memory_cap_bytes=1 << 30).passes == (Carry(2), Overlap())
 
 
 def test_every_pass_says_what_it_is() -> None:
@@ -77,7 +71,6 @@ def test_every_pass_says_what_it_is() -> None:
         ({"passes": "overlap,overlap"}, "asked for twice"),
         ({"passes": "split=2,split=4"}, "asked for twice"),
         ({"passes": "default,default"}, "asked for twice"),
-        ({"passes": "default", "overlap": True}, "asked for twice"),
         ({"passes": [Split(), Split((4,))]}, "asked for twice"),
         ({"passes": "split=1"}, "two or more chunks"),
         ({"passes": "recompute=most"}, "not a recomputation policy"),
@@ -86,7 +79,6 @@ def test_every_pass_says_what_it_is() -> None:
         ({"passes": [Overlap]}, "not a list of passes"),
         ({"passes": 3}, "not a list of passes"),
         ({"memory_cap_bytes": 0}, "not a size"),
-        ({"memory_cap_bytes": 5, "overlap": False}, "needs the scheduler"),
     ],
 )
 def test_bad_input(asked: dict[str, Any], message: str) -> None:
@@ -96,12 +88,12 @@ def test_bad_input(asked: dict[str, Any], message: str) -> None:
 
 def test_a_negative_number_of_blocks_is_refused() -> None:
     with pytest.raises(PlanError, match="to prefetch is negative"):
-        compiled(prefetch=-1)
+        compiled(passes=[Prefetch(-1)])
 
 
 def test_the_command_line_takes_the_same_text() -> None:
-    asked = SimulateCommandOptions(model="x", mesh=["dp=2"], passes="default,split=4", recompute="full", prefetch=1)
-    expected = pipeline_of("default,split=4", recompute="full", prefetch=1)
+    asked = SimulateCommandOptions(model="x", mesh=["dp=2"], passes="default,split=4,recompute=full")
+    expected = pipeline_of("default,split=4,recompute=full")
     assert asked.job("dp=2", "").pass_pipeline == expected
 
 
@@ -160,5 +152,5 @@ def test_a_program_that_a_pass_has_edited_in_place_is_verified() -> None:
 
 def test_progress_names_passes() -> None:
     stages: list[str] = []
-    compiled(passes=[Double(1), Prefetch(1)], progress=stages.append)
+    compiled(passes=[Double(1), Prefetch(1)], run=mw.RunOptions(progress=stages.append))
     assert stages == ["capture", "place", "expand", "double", "start"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,8 @@ from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.collectives import COLLECTIVES, permute
 from meshweave.ir.graph import graph_text
 from meshweave.ir.rank import copied
-from meshweave.passes import PASSES
+from meshweave.passes import PASSES, Carry, Decompose, Overlap, Split
 from meshweave.passes.base import MeshProgram
-from meshweave.rings import DecomposeOptions
-from meshweave.rows import SplitOptions
 from meshweave.train_step import TrainStep
 
 CONFIG = LlamaConfig(
@@ -33,7 +32,7 @@ CONFIG = LlamaConfig(
 PLAN = mw.Plan.fsdp("fsdp") + mw.Plan.hf_tp("tp") + mw.Plan.sequence_parallel("tp")
 # The keys of meta that rooms talk through.
 LISTED = set(re.findall(r'`meta\["(\w+)"\]`', (Path(__file__).parents[2] / "docs/architecture.md").read_text()))
-ALWAYS, SPLIT = DecomposeOptions(when="always"), SplitOptions(when="always")
+ALWAYS, SPLIT = Decompose(when="always"), Split(when="always")
 
 
 def batch(step: int = 0) -> dict[str, torch.Tensor]:
@@ -67,30 +66,30 @@ def plain() -> list[float]:
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({"split": SPLIT}, marks=pytest.mark.slow),
-        pytest.param({"decompose": ALWAYS}, marks=pytest.mark.slow),
-        {"split": SPLIT, "decompose": ALWAYS, "overlap": mw.OverlapOptions(carry=1), "profile": "h100"},
-        {"split": SPLIT, "accumulate": 2},
+        pytest.param({"passes": [SPLIT]}, marks=pytest.mark.slow),
+        pytest.param({"passes": [ALWAYS]}, marks=pytest.mark.slow),
+        {"passes": [SPLIT, ALWAYS, Carry(1), Overlap()], "profile": "h100"},
+        {"passes": [SPLIT], "accumulate": 2},
     ],
     ids=["split", "rings", "all", "accumulated"],
 )
-def test_training_is_the_same(how: dict[str, object], plain: list[float]) -> None:
+def test_training_is_the_same(how: dict[str, Any], plain: list[float]) -> None:
     """Up to rounding: parameters are float64, norms and the loss of this model float32."""
     step = compiled(1, **how)
     torch.testing.assert_close([float(step(batch(i))) for i in range(3)], plain, rtol=1e-6, atol=0)
     program = step.program.optimized
     assert {key for graph in graphs_of(step) for node in graph.nodes for key in node.meta} <= LISTED
-    if "split" in how:
+    if SPLIT in how["passes"]:
         assert all(report.is_taken and "of batch_" in report.rows for report in program.splits)
         assert any("_chunk1" in node.name for node in program.unscheduled[0].graph.nodes)
-    if "decompose" in how:
+    if ALWAYS in how["passes"]:
         assert program.rings[0].num_taken > 0
         assert any(node.target is permute for node in program.roles[0].graph.nodes)
 
 
 def test_what_does_not_gain_is_left() -> None:
     """Of all ways to write the program the fastest simulated one is taken; the report says what the others take."""
-    step = compiled(1, split=True, decompose=True, overlap=mw.OverlapOptions(carry=0), profile="h100")
+    step = compiled(1, passes="split,decompose,carry=0,overlap", profile="h100")
     program = step.program.optimized
     names = [v.name for v in program.variants]
     assert names[0] == "as it is"
@@ -105,7 +104,7 @@ def test_what_does_not_gain_is_left() -> None:
 
 
 def test_a_scheduler_that_changes_an_op_is_found() -> None:
-    program = compiled(1, decompose=ALWAYS).program.optimized
+    program = compiled(1, passes=[ALWAYS]).program.optimized
     (role,) = program.roles
     assert check_same(role, copied(role)) > 100
     wrong = copied(role)
@@ -118,11 +117,10 @@ def test_a_scheduler_that_changes_an_op_is_found() -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"decompose": "yes"}, "invalid value of decompose"),
-        ({"split": 1}, "two or more chunks"),
-        ({"split": "2"}, "invalid value of split"),
-        ({"split": True}, "needs the costs of both"),
-        ({"decompose": True}, "needs the costs of both"),
+        ({"passes": "split=1"}, "two or more chunks"),
+        ({"passes": "split=two"}, "two or more chunks"),
+        ({"passes": "split"}, "needs the costs of both"),
+        ({"passes": "decompose"}, "needs the costs of both"),
     ],
 )
 def test_bad_input(how: dict[str, object], message: str) -> None:

@@ -44,7 +44,9 @@ def trained(
     optimizer = torch.optim.SGD(
         model.parameters(), lr=1e-2, momentum=0.9
     )  # Adam's first steps are signs: rounding shows
-    step = mw.compile(model, loss=loss, example=batch, optimizer=optimizer, mesh=mesh, backend=backend, **options)
+    step = mw.compile(
+        model, loss=loss, example=batch, optimizer=optimizer, mesh=mesh, run=mw.RunOptions(backend=backend), **options
+    )
     return step, [float(step(batch)) for _ in range(steps)]
 
 
@@ -74,7 +76,7 @@ CASES = [
             ("llama", "dp=2", {}),
             ("llama", "fsdp=2", {"accumulate": 2, "clip_grad_norm": 1.0}),
             ("llama", "tp=2", {}),
-            ("llama", "fsdp=2,tp=2", {"autocast": torch.bfloat16}),
+            ("llama", "fsdp=2,tp=2", {"precision": torch.bfloat16}),
             ("gpt2", "dp=2", {}),
             ("gpt2", "fsdp=2", {}),
             ("cnn", "", {}),
@@ -157,7 +159,7 @@ def test_an_optimizer_may_keep_the_previous_value_of_what_it_updates(what: str, 
         example=batches[0],
         optimizer=optimizers[0],
         mesh="",
-        backend=backend,
+        run=mw.RunOptions(backend=backend),
     )
     for batch in batches:
         step(batch)
@@ -183,7 +185,9 @@ def test_gradients_that_no_update_uses_are_not_computed_in_regions() -> None:
     model, batch, loss = MODELS["mlp"]()
     before = copy.deepcopy(dict(model.named_parameters()))
     optimizer = Decay(model.parameters(), {"lr": 0.5})
-    step = mw.compile(model, loss=loss, example=batch, optimizer=optimizer, mesh="", backend="inductor")
+    step = mw.compile(
+        model, loss=loss, example=batch, optimizer=optimizer, mesh="", run=mw.RunOptions(backend="inductor")
+    )
     step(batch)
     for name, p in model.named_parameters():
         assert torch.equal(p, 0.5 * before[name])

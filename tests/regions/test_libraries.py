@@ -152,7 +152,7 @@ def trained(backend: str, mesh: str, monkeypatch: pytest.MonkeyPatch, library: s
         forward=lambda model, batch: model(batch["x"]),
         optimizer=optimizer,
         mesh=mesh,
-        backend=backend,
+        run=mw.RunOptions(backend=backend),
     )
     return step, [float(step(batch)) for _ in range(3)]
 

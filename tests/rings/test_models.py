@@ -70,13 +70,13 @@ def linears(n: int, options: DecomposeOptions | None, batch: int = 1) -> tuple[T
         example=(x,),
         mesh=mesh,
         plan=Plan.tp("tp", {"up": "colwise", "down": "rowwise"}) + Plan.replicate("dp"),
-        keep_gradients=True,
+        run=mw.RunOptions(keep_gradients=True),
     )
     if options is None:
         return step, None, (x,)
     role, report = decompose(step.program.rank, None, options)
     program = replace(step.program, optimized=replace(step.program.optimized, roles=(role,)))
-    settings = SessionSettings(keep_gradients=True)
+    settings = SessionSettings(run=mw.RunOptions(keep_gradients=True))
     return TrainStep(program, model, None, LocalWorld(program.mesh), settings), report, (x,)
 
 

@@ -80,7 +80,7 @@ def test_a_bias_with_a_gradient_is_done_over_gathered_keys_and_it_says_so() -> N
 def test_what_is_recomputed_goes_round_again() -> None:
     """The attention that backward repeats, and that of the gradients, read one gather: both become rings."""
     made = plain(Shape(layers=2))
-    error, step = difference(made, "cp=2", torch.float64, plan="cp:cp:ring", recompute="full")
+    error, step = difference(made, "cp=2", torch.float64, plan="cp:cp:ring", passes="recompute=full")
     assert error < EXACT
     (report,) = step.program.optimized.reports["ring"]
     assert [row.is_taken for row in report.rows] == [True] * 6

@@ -16,7 +16,7 @@ import meshweave as mw
 from meshweave.check.completeness import check_complete
 from meshweave.ir import ops
 from meshweave.ir.graph import spec_of
-from meshweave.rows import SplitOptions
+from meshweave.passes import Split
 
 ours = torch.ops.meshweave
 PLANS = {
@@ -117,7 +117,7 @@ def test_chunks_of_rows_are_sorted_in_blocks() -> None:
     data = batches(2, 48)
     alone, expected = train(Model().double(), data)
     options: dict[str, Any] = {"plan": PLANS["dp=2,ep=2"], "profile": SLOW_LINKS}
-    step, losses = train(Model().double(), data, "dp=2,ep=2", split=SplitOptions((2,), "always"), **options)
+    step, losses = train(Model().double(), data, "dp=2,ep=2", passes=[Split((2,), "always")], **options)
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
     assert_tensors(step.parameters(), alone.parameters(), 1e-10)
     assert num_blocks(step) == {2}

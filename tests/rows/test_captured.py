@@ -16,11 +16,11 @@ import meshweave as mw
 from meshweave.check.completeness import check_complete
 from meshweave.errors import MeshweaveError
 from meshweave.ir.grouped import BY_ROWS
-from meshweave.rows import SplitOptions
+from meshweave.passes import Recompute, Split
 from meshweave.rows.split import SplitReport
 
 WIDTH, COUNT, TOP = 8, 4, 2
-ALWAYS = {n: SplitOptions((n,), "always") for n in (2, 4)}
+ALWAYS = {n: [Split((n,), "always")] for n in (2, 4)}
 
 
 def report(step: mw.TrainStep) -> SplitReport:
@@ -47,7 +47,7 @@ def test_chunks_equal_the_whole_step_in_float64(settings: dict[str, Any], mesh: 
     options: dict[str, Any] = {"plan": PLANS[mesh], "profile": SLOW_LINKS}
     alone, expected = train(Model(**settings).double(), data)
     whole, _ = train(Model(**settings).double(), data, mesh, **options)
-    step, losses = train(Model(**settings).double(), data, mesh, split=ALWAYS[count], **options)
+    step, losses = train(Model(**settings).double(), data, mesh, passes=ALWAYS[count], **options)
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
     assert_tensors(step.parameters(), alone.parameters(), 1e-10)
     assert report(step).is_taken
@@ -76,7 +76,7 @@ def test_mixtures_train_as_on_one_device(kind: str, is_padded: bool) -> None:
         ]
     model = mixture(kind)
     alone, expected = train(model, data, loss=own_loss)
-    step, losses = train(model, data, "ep=2", loss=own_loss, plan="ep:ep", split=ALWAYS[2])
+    step, losses = train(model, data, "ep=2", loss=own_loss, plan="ep:ep", passes=ALWAYS[2])
     assert report(step).is_taken
     assert report(step).work_share > 0.99
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
@@ -87,10 +87,10 @@ def test_experts_are_recomputed_from_saved_rows_in_chunks() -> None:
     """Of a layer of experts backward recomputes the matmuls, but neither chooses, sorts nor dispatches again; so saved
     rows and recomputed matmuls belong to the same sort, and the step still comes apart into chunks."""
     model, data = mixture("mixtral"), [tokens(batch=4, seed=s) for s in range(2)]
-    options: dict[str, Any] = {"loss": own_loss, "plan": "ep:ep", "recompute": "selective"}
+    options: dict[str, Any] = {"loss": own_loss, "plan": "ep:ep"}
     alone, expected = train(model, data, loss=own_loss)
-    whole, _ = train(model, data, "ep=2", **options)
-    step, losses = train(model, data, "ep=2", split=ALWAYS[2], **options)
+    whole, _ = train(model, data, "ep=2", passes="recompute=selective", **options)
+    step, losses = train(model, data, "ep=2", passes=[Recompute("selective"), *ALWAYS[2]], **options)
     again = [str(n.target) for n in whole.program.captured.graph.nodes if n.name.endswith("_again")]
     assert again.count("meshweave.grouped_mm.default") == 2 * 2  # gate and up, and down, in two layers
     assert not {"aten.topk.default", "aten.sort.default", "aten.sort.stable"} & {*again}
@@ -217,7 +217,7 @@ REFUSED: dict[Rows, str] = {
 def test_rows_that_hang_on_others_stay_whole(how: Rows) -> None:
     data = batches(2)
     alone, expected = train(Coupled(how).double(), data)
-    step, losses = train(Coupled(how).double(), data, "ep=2", plan="ep:ep", split=ALWAYS[2])
+    step, losses = train(Coupled(how).double(), data, "ep=2", plan="ep:ep", passes=ALWAYS[2])
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
     assert_tensors(step.parameters(), alone.parameters(), 1e-10)
     assert not report(step).is_taken
@@ -228,7 +228,7 @@ def test_rows_that_hang_on_others_stay_whole(how: Rows) -> None:
 def test_what_needs_all_rows_beside_the_experts_is_done_on_all(how: Rows) -> None:
     data = batches(2)
     alone, expected = train(Coupled(how).double(), data)
-    step, losses = train(Coupled(how).double(), data, "ep=2", plan="ep:ep", split=ALWAYS[2])
+    step, losses = train(Coupled(how).double(), data, "ep=2", plan="ep:ep", passes=ALWAYS[2])
     torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
     assert_tensors(step.parameters(), alone.parameters(), 1e-10)
     assert report(step).is_taken
@@ -238,7 +238,7 @@ def test_what_needs_all_rows_beside_the_experts_is_done_on_all(how: Rows) -> Non
 
 def test_a_batch_that_does_not_come_apart_is_left_whole() -> None:
     data = batches(1, num_rows=6)
-    step, _ = train(Model().double(), data, "ep=2", plan="ep:ep", split=ALWAYS[2])
+    step, _ = train(Model().double(), data, "ep=2", plan="ep:ep", passes=ALWAYS[2])
     assert not report(step).is_taken
     assert "2 equal chunks on each of 2 devices" in report(step).reason
 
@@ -246,9 +246,17 @@ def test_a_batch_that_does_not_come_apart_is_left_whole() -> None:
 def test_chunks_are_taken_where_they_are_faster_and_both_are_named() -> None:
     model = mixture("mixtral")
     with pytest.raises(MeshweaveError, match="costs"):
-        mw.compile(model, mesh="ep=2", plan="ep:ep", example=tokens(), loss=own_loss, split=2, profile=SLOW_LINKS)
+        mw.compile(
+            model, mesh="ep=2", plan="ep:ep", example=tokens(), loss=own_loss, passes="split=2", profile=SLOW_LINKS
+        )
     step = mw.compile(
-        model, mesh="ep=2", plan="ep:ep", example=tokens(), loss=own_loss, split=2, overlap=True, profile="h100"
+        model,
+        mesh="ep=2",
+        plan="ep:ep",
+        example=tokens(),
+        loss=own_loss,
+        passes="split=2,carry,overlap",
+        profile="h100",
     )
     whole, chunks = step.program.optimized.variants[:2]
     assert (whole.name, chunks.name) == ("as it is", "rows in 2 chunks")

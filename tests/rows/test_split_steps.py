@@ -10,10 +10,11 @@ from tests.training import assert_equals_eager, batches
 from torch import nn
 
 import meshweave as mw
-from meshweave.rows import SplitOptions, SplitReport
+from meshweave.passes import Split
+from meshweave.rows import SplitReport
 from meshweave.train_step import TrainStep
 
-ALWAYS = SplitOptions((2,), "always", positions=True)
+ALWAYS = [Split((2,), "always", positions=True)]
 
 
 class Blocks(nn.Module):
@@ -52,7 +53,7 @@ def test_a_chunk_has_a_part_of_the_block_of_each_device(shape: tuple[int, ...], 
     torch.manual_seed(0)
     model = Blocks(dim).double()
     data = [{k: v.double() for k, v in batch.items()} for batch in batches(2, shape, shape)]
-    step = assert_equals_eager(model, data, "tp=2", plan=PLAN, split=ALWAYS)
+    step = assert_equals_eager(model, data, "tp=2", plan=PLAN, passes=ALWAYS)
     report = report_of(step)
     assert report.rows == rows
     assert report.num_collectives > 4
@@ -81,7 +82,7 @@ def test_a_buffer_of_rows_is_whole_when_its_microbatch_ends(accumulate: int) -> 
     for micro in data.chunk(accumulate):
         twin(micro)
     step = mw.compile(
-        model, loss=lambda out, batch: out.square().mean(), example={"x": data}, mesh="tp=2", split=ALWAYS,
+        model, loss=lambda out, batch: out.square().mean(), example={"x": data}, mesh="tp=2", passes=ALWAYS,
         plan=mw.Plan.tp("tp", {"up": "colwise", "down": "rowwise"}),
         accumulate=accumulate, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), profile="h100",
     )  # fmt: skip
@@ -109,7 +110,7 @@ def test_of_one_sequence_the_positions_are_cut() -> None:
     model = nn.Sequential(Attention(), Attention()).double()
     data = [{"input": batch["x"].double(), "y": batch["y"].double()} for batch in batches(2, (1, 8, 16), (1, 8, 16))]
     plan = mw.Plan.tp("tp", {"*.[qkv]": "colwise", "*.up": "colwise", "*.o": "rowwise", "*.down": "rowwise"})
-    report = report_of(assert_equals_eager(model, data, "tp=2", plan=plan, split=ALWAYS))
+    report = report_of(assert_equals_eager(model, data, "tp=2", plan=plan, passes=ALWAYS))
     assert report.rows == "dim 1 of batch_input"
     assert report.num_collectives > 4
     assert any("attention" in whole.op for whole in report.whole)
@@ -121,7 +122,7 @@ def test_rows_that_make_no_equal_chunks_stay_whole(shape: tuple[int, ...]) -> No
     model = nn.Sequential(Attention()).double()
     data = [{"input": batch["x"].double(), "y": batch["y"].double()} for batch in batches(2, shape, shape)]
     plan = mw.Plan.tp("tp", {"*.[qkv]": "colwise", "*.up": "colwise", "*.o": "rowwise", "*.down": "rowwise"})
-    step = assert_equals_eager(model, data, "tp=2", plan=plan, split=ALWAYS)
+    step = assert_equals_eager(model, data, "tp=2", plan=plan, passes=ALWAYS)
     (report,) = step.program.optimized.splits
     assert not report.is_taken
     assert "no input of the batch has rows for 2 equal chunks" in report.reason
@@ -132,5 +133,5 @@ def test_positions_are_cut_only_if_asked_for() -> None:
     model = nn.Sequential(Attention())
     data = [{"input": batch["x"], "y": batch["y"]} for batch in batches(1, (1, 8, 16), (1, 8, 16))]
     plan = mw.Plan.tp("tp", {"*.[qkv]": "colwise", "*.up": "colwise", "*.o": "rowwise", "*.down": "rowwise"})
-    step = assert_equals_eager(model, data, "tp=2", plan=plan, split=SplitOptions((2,), "always"))
+    step = assert_equals_eager(model, data, "tp=2", plan=plan, passes=[Split((2,), "always")])
     assert not step.program.optimized.splits[0].is_taken

@@ -52,7 +52,7 @@ def compiled(mesh: str, accumulate: int, tied: bool = False, **options: Any) -> 
     model = Stack(tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     example = batches(1, (8, 16), (8, 16))[0]
-    options = {"clip_grad_norm": CLIP, "keep_gradients": True} | options
+    options = {"clip_grad_norm": CLIP, "run": mw.RunOptions(keep_gradients=True)} | options
     return mw.compile(
         model, loss=mse, example=example, optimizer=optimizer, mesh=mesh, accumulate=accumulate, **options
     )
@@ -131,8 +131,8 @@ def test_it_equals_eager_pytorch(mesh: str, where: str, accumulate: int) -> None
     twin = Stack()
     optimizer = torch.optim.AdamW(twin.parameters(), lr=LR)
     step = mw.compile(
-        twin, loss=mse, example=data[0], optimizer=optimizer, mesh=mesh, accumulate=accumulate, accumulate_in=where,
-        clip_grad_norm=CLIP, keep_gradients=True,
+        twin, loss=mse, example=data[0], optimizer=optimizer, mesh=mesh, accumulate=accumulate,
+        precision=mw.Precision(accumulate_in=where), clip_grad_norm=CLIP, run=mw.RunOptions(keep_gradients=True),
     )  # fmt: skip
     losses = [float(step(batch)) for batch in data]
     torch.testing.assert_close(losses, expected, rtol=2e-6, atol=1e-6)
@@ -159,7 +159,13 @@ def test_a_parameter_of_one_element_in_shards(mesh: str) -> None:
         model = Gated()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = mw.compile(
-            model, loss=mse, example=data[0], optimizer=optimizer, mesh=on, accumulate=2, accumulate_in="shards"
+            model,
+            loss=mse,
+            example=data[0],
+            optimizer=optimizer,
+            mesh=on,
+            accumulate=2,
+            precision=mw.Precision(accumulate_in="shards"),
         )
         losses = [float(step(batch)) for batch in data]
         trained.append((losses, step.parameters()))
@@ -194,21 +200,30 @@ def test_gradients_are_reduced_once_whatever_the_number_of_microbatches(mesh: st
 def test_shards_are_reduced_in_every_microbatch_and_replicas_of_them_once() -> None:
     (batch,) = batches(1, (8, 16), (8, 16))
     number = len(list(Stack().parameters()))
-    step = compiled("fsdp=2", 4, accumulate_in="shards")
+    step = compiled("fsdp=2", 4, precision=mw.Precision(accumulate_in="shards"))
     assert reductions(counted(step, batch)) == 4 * number
-    both = counted(compiled("dp=2,fsdp=2", 4, accumulate_in="shards"), batch)
+    both = counted(compiled("dp=2,fsdp=2", 4, precision=mw.Precision(accumulate_in="shards")), batch)
     assert reductions(both, ("backward",)) == 4 * number  # over fsdp
     assert reductions(both, ("reduce",)) == number  # over dp
 
 
 def test_the_choice_follows_memory_and_says_so() -> None:
-    free = compiled("fsdp=4", 2, profile="h100", keep_gradients=False).program
+    free = compiled("fsdp=4", 2, profile="h100", run=mw.RunOptions(keep_gradients=False)).program
     assert "whole" in free.accumulation
     assert "once a step" in free.accumulation
-    lower = max(map(peak_bytes, compiled("fsdp=4", 2, accumulate_in="shards", keep_gradients=False).program.roles))
+    lower = max(
+        map(
+            peak_bytes,
+            compiled(
+                "fsdp=4", 2, precision=mw.Precision(accumulate_in="shards"), run=mw.RunOptions(keep_gradients=False)
+            ).program.roles,
+        )
+    )
     upper = max(map(peak_bytes, free.roles))
     assert lower < upper
-    tight = compiled("fsdp=4", 2, profile="h100", memory_cap_bytes=(lower + upper) // 2, keep_gradients=False).program
+    tight = compiled(
+        "fsdp=4", 2, profile="h100", memory_cap_bytes=(lower + upper) // 2, run=mw.RunOptions(keep_gradients=False)
+    ).program
     assert "in shards" in tight.accumulation
     assert "would need" in tight.accumulation
     assert tight.accumulation in simulate(tight, load_profile("h100")).notes
@@ -217,7 +232,7 @@ def test_the_choice_follows_memory_and_says_so() -> None:
 
 def test_an_unknown_way_is_an_error() -> None:
     with pytest.raises(mw.PlanError, match="unknown value of accumulate_in") as error:
-        compiled("dp=2", 2, accumulate_in="halves")
+        compiled("dp=2", 2, precision=mw.Precision(accumulate_in="halves"))
     assert error.value.expected == "auto, whole or shards"
 
 
@@ -226,7 +241,7 @@ def test_sums_are_given_up_as_they_are_replaced() -> None:
     (batch,) = batches(1, (24, 16), (24, 16))
     step = mw.compile(
         model := Stack(), loss=mse, example=batch, optimizer=torch.optim.SGD(model.parameters(), lr=LR), mesh="fsdp=2",
-        accumulate=3, accumulate_in="whole",
+        accumulate=3, precision=mw.Precision(accumulate_in="whole"),
     )  # fmt: skip
     peaks = []
 

@@ -164,7 +164,13 @@ def job_phases(pipe: Connection) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         mesh, loss = mw.Mesh(pp=dist.get_world_size()), lambda out, _: out.square().mean()
         return mw.compile(
-            model, loss=loss, example=data[0], optimizer=optimizer, mesh=mesh, keep_gradients=True, profile="alpha-beta"
+            model,
+            loss=loss,
+            example=data[0],
+            optimizer=optimizer,
+            mesh=mesh,
+            run=mw.RunOptions(keep_gradients=True),
+            profile="alpha-beta",
         )
 
     made = torch.Generator().manual_seed(1)

@@ -23,7 +23,7 @@ def compiled(mesh: str = "dp=2", accumulate: int = 1) -> mw.TrainStep:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4))
     optimizer, example = ADAM(model.parameters()), data(accumulate)[0]
-    options = {"mesh": mesh, "accumulate": accumulate, "keep_gradients": True}
+    options = {"mesh": mesh, "accumulate": accumulate, "run": mw.RunOptions(keep_gradients=True)}
     return compile_once((__name__, mesh, accumulate), model, loss=mse, example=example, optimizer=optimizer, **options)
 
 

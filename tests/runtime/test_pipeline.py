@@ -98,7 +98,7 @@ def test_stages_alone_and_with_other_axes(mesh: str, name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 6))
     data = [{"input": b["x"], **b} for b in batches(10, (4, 6), (4, 6))]
-    step = alike(model, mesh, make=make, data=data, keep_gradients=True)
+    step = alike(model, mesh, make=make, data=data, run=mw.RunOptions(keep_gradients=True))
     assert_state(step, model, make, data)
     assert len(step.program.roles) == Mesh(mesh).size("pp")
 

@@ -159,7 +159,7 @@ def compiled(backend: str = "eager", device: str = "cpu", **options: Any) -> tup
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
         mesh="",
         forward=lambda m, batch: m(batch["x"]),
-        backend=backend,
+        run=mw.RunOptions(backend=backend),
         **options,
     )
     return step, model
@@ -301,10 +301,10 @@ def test_a_step_is_recorded_once(graphs: FakeGraphs) -> None:
 def test_cuda_graphs_equal_single_launches_to_the_bit(act: Act, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "LEAST_TASKS", 1)
     counts = count_recordings(monkeypatch)
-    recorded_run = train(act, device="cuda", backend="inductor")
+    recorded_run = train(act, device="cuda", run=mw.RunOptions(backend="inductor"))
     assert counts["recorded"] >= 3
     assert not counts["failed"]
-    plain_run = train(act, device="cuda", backend="inductor", cuda_graphs=False)
+    plain_run = train(act, device="cuda", run=mw.RunOptions(backend="inductor", cuda_graphs=False))
     torch.testing.assert_close(recorded_run, plain_run, rtol=0, atol=0)
 
 
@@ -361,7 +361,7 @@ def test_language_models_train_by_cuda_graphs(family: str, dtype: torch.dtype, m
             optimizer=optimizer,
             mesh="",
             clip_grad_norm=1.0,
-            cuda_graphs=cuda_graphs,
+            run=mw.RunOptions(cuda_graphs=cuda_graphs),
         )
         losses[cuda_graphs] = [float(step({"input_ids": ids + i, "labels": ids + i})) for i in range(6)]
         losses[cuda_graphs].append(float(step.evaluate(batch)))

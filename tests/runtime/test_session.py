@@ -115,15 +115,14 @@ def compiled(
     *,
     accumulate: int = 1,
     seed: int = 0,
-    keep_gradients: bool = False,
-    check_finite: bool = True,
+    run: mw.RunOptions | None = None,
     clip_grad_norm: float | None = None,
 ) -> tuple[mw.TrainStep, list[dict[str, Tensor]]]:
     """A fresh step, and six batches."""
     model = Deep() if model is None else model
     options = (("accumulate", accumulate), ("clip_grad_norm", clip_grad_norm))
     program = _program(type(model), mesh, make, options)
-    settings = SessionSettings(accumulate, seed, keep_gradients, check_finite)
+    settings = SessionSettings(accumulate=accumulate, seed=seed, run=run or mw.RunOptions())
     step = mw.TrainStep(program, model, make(model.parameters()), LocalWorld(program.mesh), settings)
     return step, batches(6, (4, 8), (4, 8))
 
@@ -154,17 +153,19 @@ def test_a_value_is_let_go_after_its_last_use(mesh: str, accumulate: int) -> Non
 
 
 def test_gradients_are_let_go_unless_they_are_kept() -> None:
-    kept, data = compiled(keep_gradients=True)
+    kept, data = compiled(run=mw.RunOptions(keep_gradients=True))
     kept(data[0])
     assert set(kept.gradients()) == set(kept.parameters())
     loose, _ = compiled()
     loose(data[0])
     with pytest.raises(StepError, match="gradients were not kept") as error:
         loose.gradients()
-    assert error.value.hint == "compile with keep_gradients=True"
+    assert error.value.hint == "compile with run=mw.RunOptions(keep_gradients=True)"
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "keep_gradients": True, "clip_grad_norm": 1.0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2, "run": mw.RunOptions(keep_gradients=True), "clip_grad_norm": 1.0}]
+)
 def test_a_hundred_steps_hold_no_more_than_five(options: dict[str, Any]) -> None:
     step, data = compiled(make=ADAM, **options)
 
@@ -258,7 +259,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(bad: float) -> None:
 
 
 def test_check_finite_off_carries_on() -> None:
-    step, data = compiled(check_finite=False)
+    step, data = compiled(run=mw.RunOptions(check_finite=False))
     spoilt = {"x": data[0]["x"], "y": torch.full((4, 8), float("nan"))}
     assert step(spoilt) != step.metrics["loss"]  # NaN differs from itself
     assert step.num_steps == 1

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshweave.errors import StepError
 from meshweave.runtime.executor import FORWARD, Env, Slot, Task, environment
+from meshweave.runtime.session import RunOptions
 from meshweave.runtime.straight_line import straight_line
 
 
@@ -66,7 +67,10 @@ def test_no_tasks_do_nothing() -> None:
 def test_a_step_frees_what_is_dead_and_keeps_no_intermediate_value() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
     step, _ = train(
-        model, [{"input": b["x"], "y": b["y"]} for b in batches(1, (4, 6), (4, 6))], "dp=1", backend="eager"
+        model,
+        [{"input": b["x"], "y": b["y"]} for b in batches(1, (4, 6), (4, 6))],
+        "dp=1",
+        run=RunOptions(backend="eager"),
     )
     compiled = step.session.ranks[0]
     env = environment(compiled, 0)

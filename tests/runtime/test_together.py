@@ -75,9 +75,9 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "optimizer": (lambda rank: {"lr": 0.01 + rank}, "lr = 1.01"),
     "optimizer class": (lambda rank: {"optimizer": (torch.optim.SGD, torch.optim.AdamW)[rank]}, "AdamW"),
     "options": (lambda rank: {"accumulate": 1 + rank}, "accumulate = 2"),
-    "budget": (lambda rank: {"passes_seconds": (60.0, float("inf"))[rank]}, "inf"),
-    "programs": (lambda rank: {"max_programs": 8 + rank}, "max_programs: 9"),
-    "pad": (lambda rank: {"pad": (None, {"x": 0})[rank]}, "pad: x: 0"),
+    "budget": (lambda rank: {"run": mw.RunOptions(passes_seconds=(60.0, float("inf"))[rank])}, "inf"),
+    "programs": (lambda rank: {"run": mw.RunOptions(max_programs=8 + rank)}, "max_programs = 9"),
+    "pad": (lambda rank: {"run": mw.RunOptions(pad=(None, {"x": 0})[rank])}, "pad = {'x': 0}"),
     "shapes": (lambda rank: {"shapes": [{"x": torch.zeros(6, 4), "y": torch.zeros(6, 2)}] * rank}, "shapes[0]"),
     "seed": (lambda rank: {"seed": rank}, "seed = 1"),
     "example batch": (lambda rank: {"example": {"x": torch.zeros(8, 4), "y": torch.zeros(8 - rank, 2)}}, "[7, 2]"),
@@ -117,7 +117,7 @@ def job_weights_and_rows(pipe: Connection) -> dict[str, Any]:
 def check_weights() -> list[float]:
     """Weights drawn from seed + rank become those of rank 0, or an error where that is asked for."""
     rank = dist.get_rank()
-    error = raised(lambda: compiled(init=rank, on_different_weights="error"))
+    error = raised(lambda: compiled(init=rank, run=mw.RunOptions(on_different_weights="error")))
     assert "different weights" in error
     assert "rank 1" in error
     assert "'layers.0.weight'" in error
@@ -268,7 +268,7 @@ def job_failures(pipe: Connection) -> dict[str, Any]:
 
         began = time.monotonic()
         try:
-            compiled(progress=fail)
+            compiled(run=mw.RunOptions(progress=fail))
         except (Disk, MeshweaveError) as error:
             got = error.got if isinstance(error, MeshweaveError) else str(error)
             found.append(got if isinstance(error, Disk) or "rank 1 failed" in error.what else str(error))

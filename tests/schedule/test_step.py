@@ -215,7 +215,7 @@ def test_the_cap_holds_when_the_step_runs(carry: int) -> None:
     (role,), (report,) = scheduled("fsdp=4", uneven=True, carry=carry)
     assert any(item.kind == "carry" for item in role.inputs) == bool(carry)
     ordered = replace(made, optimized=replace(made.optimized, roles=(role,)))
-    step = TrainStep(ordered, model, OPTIMIZER(model.parameters()), LocalWorld(made.mesh), SessionSettings(1, 0))
+    step = TrainStep(ordered, model, OPTIMIZER(model.parameters()), LocalWorld(made.mesh), SessionSettings())
     meter = Live(role, step, batch)
     step.session.executor.meter = meter
     step(batch)

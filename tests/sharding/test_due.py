@@ -29,7 +29,13 @@ def test_a_gradient_that_is_rounded_is_reduce_scattered(casts_first: bool) -> No
     torch.manual_seed(0)
     model = nn.Sequential(*(Wide(256, casts_first) for _ in range(3)))
     eager, batch = copy.deepcopy(model), (torch.randn(4096, 256),)
-    step = mw.compile(model, loss=lambda out, _: out.square().mean(), example=batch, mesh="fsdp=4", keep_gradients=True)
+    step = mw.compile(
+        model,
+        loss=lambda out, _: out.square().mean(),
+        example=batch,
+        mesh="fsdp=4",
+        run=mw.RunOptions(keep_gradients=True),
+    )
     rows = [row for row in step.explain() if row.phase == "backward" and row.value.endswith("[256,256]")]
     kinds = Counter(text.partition("(")[0].split()[0] for row in rows for text in row.steps)
     assert kinds == {"all_gather": 2, "reduce_scatter": 3}

@@ -87,7 +87,8 @@ def test_what_is_computed_from_random_numbers_is_computed_on_pieces_and_kept_for
     torch.manual_seed(0)
     model, data = Draws(), batches(2, (8, 6), (8, 6))
     steps = [
-        mw.compile(model, loss=mse, example=data[0], mesh=m, keep_gradients=True, seed=2) for m in (mesh, "")
+        mw.compile(model, loss=mse, example=data[0], mesh=m, run=mw.RunOptions(keep_gradients=True), seed=2)
+        for m in (mesh, "")
     ]  # fmt: skip
     for batch in data:
         found, expected = (step(batch) for step in steps)

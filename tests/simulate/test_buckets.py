@@ -45,8 +45,8 @@ def compiled(prefetch: int, mesh: str = "fsdp=8", width: int = WIDTH) -> Program
     source = StepSource(model, lambda out, batch: out.square().mean())
     optimizer = read_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     target = Target(mw.Mesh(mesh), None, load_profile("h100"))
-    options = CaptureOptions(param_dtype=torch.bfloat16)
-    return build_program(source, data, optimizer, target, options, pipeline_of(prefetch=prefetch))
+    options = CaptureOptions(precision=mw.Precision(param_dtype=torch.bfloat16))
+    return build_program(source, data, optimizer, target, options, pipeline_of(f"prefetch={prefetch}"))
 
 
 @pytest.fixture(scope="module")

@@ -117,7 +117,7 @@ def test_eager_selective_checkpoints_keep_what_their_policy_names_though_nobody_
         model = nn.Sequential(*(Wide() for _ in range(4)))
         x = torch.empty(TOKENS, 256)
     step = mw.compile(
-        model, loss=lambda out, batch: out.square().mean(), example={"input": x}, mesh="", recompute="selective"
+        model, loss=lambda out, batch: out.square().mean(), example={"input": x}, mesh="", passes="recompute=selective"
     )
     of_eager, of_compiler = (simulate(step.program, "h100", fusion=f).peak_bytes for f in ("eager", "blocks"))  # type: ignore[arg-type]
     read = simulate_roles(step.program.roles, load_profile("h100"), SimulateOptions(fusion="eager")).peak_bytes

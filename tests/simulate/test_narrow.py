@@ -23,7 +23,13 @@ FLOAT8 = torch.float8_e4m3fn
 @pytest.fixture(scope="module")
 def program() -> Program:
     model, batch, loss = hugging_face("llama", batch=4, heads=4, seq=32)
-    step = mw.compile(copy.deepcopy(model), loss=loss, example=batch, mesh="fsdp=2,tp=2", param_dtype=torch.bfloat16)
+    step = mw.compile(
+        copy.deepcopy(model),
+        loss=loss,
+        example=batch,
+        mesh="fsdp=2,tp=2",
+        precision=mw.Precision(param_dtype=torch.bfloat16),
+    )
     return step.program
 
 

@@ -63,7 +63,7 @@ STARTS = {
     "llama fsdp+tp": Start(
         lambda: hugging_face("llama", batch=4),
         "fsdp=2,tp=2",
-        options=CaptureOptions(autocast=torch.bfloat16, clip_grad_norm=1.0),
+        options=CaptureOptions(precision=mw.Precision(autocast=torch.bfloat16), clip_grad_norm=1.0),
     ),
     "gpt2 recomputed": Start(lambda: hugging_face("gpt2", batch=4), "fsdp=2", passes="default,recompute=full"),
     "gpt2 chunks": Start(lambda: hugging_face("gpt2", batch=4, heads=4), "tp=2", passes=CHUNKED),

@@ -13,11 +13,12 @@ from tests.test_default_passes import batch, compiled
 
 from meshweave import build
 from meshweave.runtime.cluster import shutdown
+from meshweave.runtime.session import RunOptions
 
 
 def job_twice(pipe: Connection, passes: str | None) -> dict[str, Any]:
     with patch.object(build, "expand", wraps=build.expand) as expand:
-        steps = [compiled("tp=2", profile="cpu-gloo", passes=passes, backend="eager") for _ in range(2)]
+        steps = [compiled("tp=2", profile="cpu-gloo", passes=passes, run=RunOptions(backend="eager")) for _ in range(2)]
         num_expanded = expand.call_count
     losses = [[float(step(batch())) for _ in range(3)] for step in steps]
     notes = [step.program.storage for step in steps]

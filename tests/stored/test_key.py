@@ -14,7 +14,7 @@ from torch import nn
 
 import meshweave as mw
 from meshweave import build
-from meshweave.capture.step import CaptureOptions
+from meshweave.capture.step import CaptureOptions, Precision
 from meshweave.passes import Keep, Overlap, Pipeline, Split
 from meshweave.program import PlanInputs
 from meshweave.sharding.registry import TABLE
@@ -101,11 +101,11 @@ CHANGES: dict[str, Start] = {
     "kept gradients": replace(BASE, pipeline={"keeps_gradients": True}),
     "clipping": replace(BASE, options=CaptureOptions(clip_grad_norm=1.0)),
     "microbatches": replace(BASE, options=CaptureOptions(accumulate=2)),
-    "where sums are": replace(BASE, options=CaptureOptions(accumulate_in="shards")),
-    "autocast": replace(BASE, options=CaptureOptions(autocast=torch.bfloat16)),
+    "where sums are": replace(BASE, options=CaptureOptions(precision=Precision(accumulate_in="shards"))),
+    "autocast": replace(BASE, options=CaptureOptions(precision=Precision(autocast=torch.bfloat16))),
     "seed": replace(BASE, options=CaptureOptions(seed=1)),
-    "casts before sums": replace(BASE, options=CaptureOptions(reduce_after_cast=True)),
-    "dtype of parameters": replace(BASE, options=CaptureOptions(param_dtype=torch.bfloat16)),
+    "casts before sums": replace(BASE, options=CaptureOptions(precision=Precision(reduce_after_cast=True))),
+    "dtype of parameters": replace(BASE, options=CaptureOptions(precision=Precision(param_dtype=torch.bfloat16))),
 }
 
 

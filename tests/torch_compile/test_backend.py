@@ -22,7 +22,7 @@ import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import WAIT, collective_of, functional
 from meshweave.passes import Overlap
-from meshweave.schedule import OverlapOptions, OverlapReport
+from meshweave.schedule import OverlapReport
 from meshweave.torch_compile import backend, inductor_pass
 from meshweave.torch_compile.inductor import GraphPasses, HoldOrder, patches
 from meshweave.torch_compile.scheduling import BackendSettings
@@ -200,7 +200,7 @@ def test_any_compiler_of_graphs_may_follow(group: str) -> None:
         seen.append([str(n.target) for n in gm.graph.nodes if n.op == "call_function" and collective_of(n) is not None])
         return gm.forward
 
-    own = backend(cost=seconds, inner=inner, options=OverlapOptions(bucket=False))
+    own = backend(cost=seconds, inner=inner, passes=[Overlap(bucket=False)])
     compiled = torch.compile(layers(group), backend=own, fullgraph=True)
     with torch.no_grad():
         compiled(*operands())
@@ -360,7 +360,7 @@ def test_a_graph_from_the_cache_is_the_ordered_one(group: str) -> None:
 
     with config.patch(fx_graph_cache=True, fx_graph_remote_cache=False):
         plain = run("inductor")
-        own = backend(options=OverlapOptions(bucket=False))
+        own = backend(passes=[Overlap(bucket=False)])
         ordered = run(own)
         hits = counters["fxgraph_cache_hit"]
         assert run(own) == ordered

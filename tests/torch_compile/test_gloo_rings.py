@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import functional
 from meshweave.passes import Decompose, Overlap, Split
-from meshweave.rings import DecomposeOptions, DecomposeReport
+from meshweave.rings import DecomposeReport
 from meshweave.rows import SplitReport
 from meshweave.schedule import OverlapReport
 from meshweave.torch_compile import backend
@@ -27,7 +27,7 @@ from meshweave.torch_compile.agreement import communications, world_agreement
 from meshweave.torch_compile.inductor import patches
 
 pytestmark = pytest.mark.multiprocess
-ALWAYS = DecomposeOptions(when="always")
+ALWAYS = [Decompose(when="always"), Overlap()]
 
 
 class Block(nn.Module):
@@ -66,7 +66,7 @@ def same_steps(rank: int) -> Any:
         torch._dynamo.reset()
         reports: list[Any] = []
         net = model()
-        own = backend(cost=lambda node: 1e-3, inner=inner, report=reports.append, decompose=ALWAYS)
+        own = backend(cost=lambda node: 1e-3, inner=inner, report=reports.append, passes=ALWAYS)
         net.compile(backend=own, fullgraph=True)
         found[inner], codes = run_and_get_code(lambda net=net: steps(net, rank))
         found[f"{inner} early"] = [line for code in codes for line in read_before_wait(code)]
@@ -126,7 +126,7 @@ def split_steps(rank: int) -> Any:
         torch._dynamo.reset()
         reports: list[Any] = []
         net = model()
-        own = backend(cost=cost, inner=inner, report=reports.append, split=2, decompose=True)
+        own = backend(cost=cost, inner=inner, report=reports.append, passes="split=2,decompose,overlap")
         net.compile(backend=own, fullgraph=True)
         losses = steps(net, rank)
         (split,) = [r for r in reports if isinstance(r, SplitReport)]
@@ -190,21 +190,17 @@ def test_blocks_are_no_part_of_the_order() -> None:
 
 def test_options_that_say_nothing() -> None:
     with pytest.raises(MeshweaveError, match="a batch is split into two or more chunks"):
-        backend(split=1)
-    with pytest.raises(MeshweaveError, match="invalid value of split"):
-        backend(split="two")  # type: ignore[arg-type]
-    with pytest.raises(MeshweaveError, match="invalid value of decompose"):
-        backend(decompose="direct")  # type: ignore[arg-type]
+        backend(passes="split=1")
     with pytest.raises(MeshweaveError, match="needs whole training steps"):
         backend(passes="overlap,recompute")
-    assert backend(decompose=True, split=True).settings.passes == (Split(), Decompose(), Overlap())
+    assert backend(passes="decompose,split,overlap").settings.passes == (Split(), Decompose(), Overlap())
     assert backend(passes="exact,split=4").settings.passes == (Split((4,)), Overlap())
     assert backend(passes="none").settings.passes == ()
-    assert backend(decompose=False, split=False).settings.passes == (Overlap(),)
+    assert backend().settings.passes == (Overlap(),)
 
 
 def test_an_inductor_that_reads_messages_too_early_gets_no_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
     with pytest.raises(MeshweaveError, match=r"rings in Inductor need torch 2\.13"):
-        patches(backend(decompose=True).settings, {})
+        patches(backend(passes="decompose").settings, {})
     assert patches(backend().settings, {})

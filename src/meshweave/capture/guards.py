@@ -384,7 +384,7 @@ def check_autocast(expected: torch.dtype | None) -> None:
                 "a compiled step ignores torch.autocast around it",
                 got=f"autocast of {device} to {torch.get_autocast_dtype(device)}",
                 expected="no autocast" if expected is None else f"none, or {expected}",
-                hint="compile with autocast=dtype, and call the step outside of torch.autocast",
+                hint="compile with precision=dtype, and call the step outside of torch.autocast",
             )
 
 

@@ -39,20 +39,24 @@ Hooks = Callable[[nn.Module], AbstractContextManager[None]]
 Part = Literal["train", "loss", "outputs"]
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureOptions:
-    """How the step is built from the model: clipping by global norm, microbatches per step, autocast dtype, seed,
-    whether sums over devices may follow a cast to a smaller dtype, the dtype to which parameters are cast before use,
-    and where gradients of microbatches are added up (see `sharding.sums`)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The dtypes of a step's values, and of sums over devices and microbatches.
 
-    clip_grad_norm: float | None = None
-    accumulate: int = 1
+    autocast: dtype of the forward pass, as `torch.autocast` casts.
+    param_dtype: cast floating-point parameters to this dtype before the forward pass. Stored parameters, gradients in
+        sums over devices, and optimizer state keep the parameters' own dtype; batch and buffers keep theirs.
+    reduce_after_cast: cast to the smaller dtype before a sum over devices instead of after it. This rounds each part.
+    accumulate_in: where gradients of microbatches are added up. "whole": unsharded, so that devices reduce them once a
+        step but store whole gradients where fsdp stores shards; "shards": reduce-scattered in each microbatch over the
+        axes that shard the parameter; "auto": whole, unless a device would then exceed memory_cap_bytes or, without it,
+        the machine profile's memory. `program.accumulation` and `meshweave plan` report the choice.
+    """
+
     autocast: torch.dtype | None = None
-    seed: int = 0
-    reduce_after_cast: bool = False
     param_dtype: torch.dtype | None = None
-    accumulate_in: str = "auto"
-    part: Part = "train"
+    reduce_after_cast: bool = False
+    accumulate_in: Literal["auto", "whole", "shards"] = "auto"
 
     def __post_init__(self) -> None:
         if self.param_dtype is not None and not self.param_dtype.is_floating_point:
@@ -61,6 +65,31 @@ class CaptureOptions:
             raise PlanError(
                 "unknown value of accumulate_in", got=repr(self.accumulate_in), expected="auto, whole or shards"
             )
+
+    @classmethod
+    def of(cls, value: Precision | torch.dtype | None) -> Precision:
+        """The precision for an argument: a dtype means autocast. Raises PlanError for any other value."""
+        if isinstance(value, cls):
+            return value
+        if value is None or isinstance(value, torch.dtype):
+            return cls(autocast=value)
+        raise PlanError(
+            "not a precision", where="precision=", got=repr(value), expected="a dtype, or mw.Precision(...)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """How the step is built from the model: clipping by global norm, microbatches per step, seed, precision, and the
+    part of a step."""
+
+    clip_grad_norm: float | None = None
+    accumulate: int = 1
+    seed: int = 0
+    precision: Precision = field(default_factory=Precision)
+    part: Part = "train"
+
+    def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise PlanError("invalid number of microbatches", got=str(self.accumulate), expected="1 or more")
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
@@ -93,7 +122,7 @@ class Substituted(nn.Module):
 
 
 def cast_for_eager(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The parameters of an eager run by name, cast as by `CaptureOptions.param_dtype`; empty without a dtype.
+    """The parameters of an eager run by name, cast as by `Precision.param_dtype`; empty without a dtype.
 
     Parameters of a smaller dtype are cast, too; those of a float64 run are not, because such a run is meant to be
     exact.
@@ -253,8 +282,8 @@ class _StepRun:
         wanted = {n: p.requires_grad for n, p in source.model.named_parameters()}
         self.leaves = {n: p.detach().requires_grad_(wanted[n]) for n, p in self.values.params.items()}
         self.buffers = {n: b.clone() for n, b in self.values.buffers.items()}
-        with _autocast(options.autocast):
-            self.tensors = {**cast_parameters(self.leaves, options.param_dtype, tracker), **self.buffers}
+        with _autocast(options.precision.autocast):
+            self.tensors = {**cast_parameters(self.leaves, options.precision.param_dtype, tracker), **self.buffers}
         self.storages = {n: storage_of(tensor) for n, tensor in self.tensors.items()}
         trained = {n for n in self.leaves if wanted[n] and (options.part != "train" or self._is_updated(n))}
         # A frozen parameter may be changed by forward: the average that teaches a student. One that is cast is not it.
@@ -284,7 +313,7 @@ class _StepRun:
         return self.optimizer is not None and name in self.optimizer.kind_of
 
     def forward_and_backward(self, model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
-        with _autocast(self.options.autocast):
+        with _autocast(self.options.precision.autocast):
             out = self.source.forward(model, self.data)
             self.tracker.phase = "loss"
             value = _scalar_loss(self.source.loss(out, self.data))
@@ -303,7 +332,7 @@ class _StepRun:
         return results, grads
 
     def forward_alone(self, model: nn.Module) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
-        with torch.no_grad(), _autocast(self.options.autocast):
+        with torch.no_grad(), _autocast(self.options.precision.autocast):
             out = self.source.forward(model, self.data)
             if self.options.part == "outputs":
                 self.returned, tensors = ModelOutputs.of(out)

@@ -10,7 +10,7 @@ from meshweave.cli.command import add_command
 from meshweave.cli.explain import ExplainOptions, explain
 from meshweave.cli.move import MoveOptions, move
 from meshweave.cli.plan import PlanOptions, plan
-from meshweave.cli.run import RunOptions, run
+from meshweave.cli.run import RunCommandOptions, run
 from meshweave.cli.simulate import SimulateCommandOptions, simulate
 
 __all__ = ["app", "main"]
@@ -23,7 +23,7 @@ app = typer.Typer(
     help="A communication compiler for distributed PyTorch training. MODEL is file.py:factory or "
     "hf:MODEL_TYPE?num_hidden_layers=2&hidden_size=64.",
 )
-add_command(app, "run", RunOptions, run)
+add_command(app, "run", RunCommandOptions, run)
 add_command(app, "check", CheckOptions, check)
 add_command(app, "plan", PlanOptions, plan)
 add_command(app, "explain", ExplainOptions, explain)

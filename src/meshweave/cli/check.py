@@ -20,7 +20,6 @@ from meshweave.passes import prove
 from meshweave.report import tables
 from meshweave.report.moves import rounded_sums
 from meshweave.runtime.cluster import check_devices, make_world
-from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.sharding.plans import Plan
@@ -53,8 +52,7 @@ def check(screen: Screen, job: CheckOptions) -> int:
         program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
         backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on several
-        settings = SessionSettings(job.accumulate, job.seed, keep_gradients=True, backend=backend)
-        return TrainStep(program, model, optimizer, world, settings)
+        return TrainStep(program, model, optimizer, world, job.settings(backend=backend, keep_gradients=True))
 
     def split(batch: Any) -> list[Any]:
         return Batch.of(batch).micros(job.accumulate)

@@ -14,7 +14,7 @@ from torch import nn
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.sources import Source, load_source
-from meshweave.capture.step import CaptureOptions, StepSource
+from meshweave.capture.step import CaptureOptions, Precision, StepSource
 from meshweave.cli.command import Options
 from meshweave.cli.costs import parse_costs
 from meshweave.cli.screen import Screen, Stage
@@ -23,12 +23,12 @@ from meshweave.ir.mesh import Mesh
 from meshweave.passes import Pipeline, pipeline_of
 from meshweave.program import Program
 from meshweave.regions.compiler import BackendName
+from meshweave.runtime.session import RunOptions, SessionSettings
 from meshweave.sharding.plan_text import data_parallel_size, parse_plan
 from meshweave.sharding.plans import Plan
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
-Policy = Literal["none", "pointwise", "selective", "full"]
 ParamDtype = Literal["bfloat16", "float32"]
 
 _CAST = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -59,13 +59,9 @@ class StepOptions(Options):
     clip_grad_norm: Annotated[
         float | None, typer.Option("--clip-grad-norm", help="clip gradients by their global norm")
     ] = None
-    recompute: Annotated[Policy, typer.Option("--recompute", help="what backward recomputes of each layer")] = "none"
     param_dtype: Annotated[ParamDtype | None, typer.Option("--param-dtype", help="cast parameters before forward")] = (
         None
     )
-    prefetch: Annotated[
-        int, typer.Option("--prefetch", min=0, help="how many blocks ahead parameters are gathered")
-    ] = 0
     passes: Annotated[
         str,
         typer.Option("--passes", help="passes over the step, such as default or overlap,split=2,recompute=full"),
@@ -75,23 +71,10 @@ class StepOptions(Options):
         typer.Option("--backend", help="backend of the compute between communications: eager, inductor or auto"),
     ] = "auto"
     seed: Annotated[int, typer.Option("--seed", help="random seed of parameters, data and dropout")] = 0
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="reorder the step so that communication runs beside compute")
-    ] = False
     memory_cap: Annotated[
         str,
-        typer.Option("--memory-cap", help="memory cap of a device, such as 40GB; implies --overlap"),
+        typer.Option("--memory-cap", help="memory cap of a device, such as 40GB; implies the pass overlap"),
     ] = ""
-    decompose: Annotated[
-        bool, typer.Option("--decompose", help="decompose collectives into messages under matmuls, where it gains")
-    ] = False
-    split: Annotated[
-        int,
-        typer.Option(
-            "--split",
-            help="split rows into so many chunks; a chunk's communication runs under another's compute; 0: off",
-        ),
-    ] = 0
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -109,25 +92,20 @@ class StepOptions(Options):
     @property
     def capture(self) -> CaptureOptions:
         return CaptureOptions(
-            self.clip_grad_norm,
-            self.accumulate,
-            self.autocast,
-            self.seed,
-            param_dtype=self.cast,
+            clip_grad_norm=self.clip_grad_norm,
+            accumulate=self.accumulate,
+            seed=self.seed,
+            precision=Precision(autocast=self.autocast, param_dtype=self.cast),
         )
 
     @property
     def pass_pipeline(self) -> Pipeline:
         """The passes over the step."""
-        return pipeline_of(
-            self.passes,
-            recompute=self.recompute,
-            prefetch=self.prefetch,
-            split=self.split or None,
-            decompose=self.decompose,
-            overlap=self.overlap or None,
-            memory_cap_bytes=parse_bytes(self.memory_cap) if self.memory_cap else None,
-        )
+        return pipeline_of(self.passes, memory_cap_bytes=parse_bytes(self.memory_cap) if self.memory_cap else None)
+
+    def settings(self, **changes: Any) -> SessionSettings:
+        run = RunOptions(**{"backend": self.backend, **changes})
+        return SessionSettings(accumulate=self.accumulate, seed=self.seed, run=run)
 
     def load(self, mesh: Mesh, plan: Plan | None, device: str = "cpu") -> Source:
         if self.batch is not None and self.local_batch is not None:

@@ -22,7 +22,6 @@ from meshweave.ir.mesh import Mesh
 from meshweave.report.html import html_page
 from meshweave.report.moves import move_rows
 from meshweave.runtime.cluster import make_world
-from meshweave.runtime.session import SessionSettings
 from meshweave.sharding.plan_text import parse_plan
 from meshweave.simulate.result import Simulation
 from meshweave.train_step import TrainStep
@@ -30,7 +29,7 @@ from meshweave.whatif import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(MeshStepOptions):
+class RunCommandOptions(MeshStepOptions):
     steps: Annotated[int, typer.Option("--steps", min=1, help="last step to train")] = 20
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", metavar="DIR", help="directory to resume from and save to")
@@ -41,7 +40,7 @@ class RunOptions(MeshStepOptions):
     )
 
 
-def run(screen: Screen, job: RunOptions) -> int:
+def run(screen: Screen, job: RunCommandOptions) -> int:
     """Train MODEL on virtual devices in this process, or under torchrun on its processes."""
     check_outputs(job.report, folder=job.checkpoint)
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
@@ -50,9 +49,7 @@ def run(screen: Screen, job: RunOptions) -> int:
     optimizer = job.make_optimizer(source.model)
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, optimizer, stage)
-        step = TrainStep(
-            program, source.model, optimizer, world, SessionSettings(job.accumulate, job.seed, backend=job.backend)
-        )
+        step = TrainStep(program, source.model, optimizer, world, job.settings())
     if job.checkpoint and Path(job.checkpoint).exists():
         step.load(job.checkpoint)
         screen.say(f"continuing from {job.checkpoint} after step {step.num_steps}")
@@ -74,7 +71,7 @@ def _train(
     screen: Screen,
     step: TrainStep,
     source: Source,
-    job: RunOptions,
+    job: RunCommandOptions,
     last: Callable[[Any], float] | None = None,
 ) -> tuple[list[float], float | None]:
     """Losses of the steps and tokens per second, not counting the first step, which warms up. `last` runs the last

@@ -1,9 +1,8 @@
-"""Parses `passes=`, `--passes` and the short forms of single passes into a single list."""
+"""Parses `passes=` and `--passes` into a list of passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -20,10 +19,6 @@ from meshweave.passes.prefetch import Prefetch
 from meshweave.passes.recompute import Recompute
 from meshweave.passes.ring import RingAttention
 from meshweave.passes.split import Split
-from meshweave.rings import DecomposeOptions
-from meshweave.rows import SplitOptions
-from meshweave.schedule import OverlapOptions
-from meshweave.schedule.decide import OrderOptions
 
 # All passes that text can name, in the order in which they run.
 PASSES: Mapping[str, type[Pass[Any]]] = {
@@ -39,34 +34,21 @@ PassesArgument = str | Sequence[Pass[Any]] | None
 
 
 def pipeline_of(
-    passes: PassesArgument = None,
-    *,
-    recompute: str = "none",
-    prefetch: int = 0,
-    split: bool | int | SplitOptions | None = None,
-    decompose: bool | DecomposeOptions | None = None,
-    overlap: bool | OverlapOptions | None = None,
-    memory_cap_bytes: int | None = None,
-    keeps_gradients: bool = False,
+    passes: PassesArgument = None, *, memory_cap_bytes: int | None = None, keeps_gradients: bool = False
 ) -> Pipeline:
-    """The passes that a caller asks for: a list or text, and the short forms of single passes.
+    """The passes that a caller asks for, and options common to all.
 
     `memory_cap_bytes` implies the overlap pass, which keeps to the cap. Raises MeshweaveError for an unknown pass, a
-    pass named twice, and a cap that is not a size or that no pass enforces.
+    pass named twice, and a cap that is not a size.
     """
     listed = pass_list(passes)
-    _check_cap(memory_cap_bytes, overlap)
-    names = [each_pass.name for each_pass in listed]
-    if memory_cap_bytes is not None and not overlap and Overlap.name not in names:
-        overlap = OverlapOptions()
-    short: tuple[Pass[Any], ...] = (
-        *([] if recompute == "none" else [Recompute(recompute)]),
-        *([Prefetch(prefetch)] if prefetch else []),
-        *_split(split),
-        *_decompose(decompose),
-        *_overlap(overlap),
-    )
-    return Pipeline((*listed, *short), memory_cap_bytes, keeps_gradients)
+    if memory_cap_bytes is not None:
+        if memory_cap_bytes <= 0:
+            raise MeshweaveError("memory_cap_bytes is not a size", got=f"{memory_cap_bytes}", expected="more than 0")
+        names = {each_pass.name for each_pass in listed}
+        if Overlap.name not in names:
+            listed = (*listed, *([] if Carry.name in names else [Carry()]), Overlap())
+    return Pipeline(listed, memory_cap_bytes, keeps_gradients)
 
 
 def pass_list(requested: PassesArgument) -> tuple[Pass[Any], ...]:
@@ -128,12 +110,12 @@ def _pass(text: str) -> Pass[Any]:
     if not equals:
         return kind()
     number = int(value) if value.isdecimal() else value
-    reads: dict[str, Callable[[Any], Pass[Any]]] = {
+    reads: Mapping[str, Callable[[Any], Pass[Any]]] = {
         "recompute": Recompute,
         "prefetch": Prefetch,
         "carry": Carry,
         "ring": RingAttention,
-        "split": lambda count: _split(count)[0],
+        "split": lambda count: Split((count,)),
     }
     if name not in reads:
         raise MeshweaveError("this pass takes no value in a text", where="passes=", got=text, expected=name)
@@ -163,45 +145,3 @@ def _loaded(text: str) -> Pass[Any]:
             expected="a meshweave.passes.Pass, or an instance of one",
         )
     return loaded
-
-
-def _split(setting: Any) -> list[Split]:
-    if setting is None or setting is False:
-        return []
-    if isinstance(setting, SplitOptions):
-        return [Split(*_options(setting, SplitOptions))]
-    if setting is True:
-        return [Split()]
-    if not isinstance(setting, int):
-        raise MeshweaveError(
-            "invalid value of split",
-            got=repr(setting),
-            expected="True, False, a number or SplitOptions(...)",
-        )
-    return [Split((setting,))]
-
-
-def _decompose(setting: Any) -> list[Decompose]:
-    options = DecomposeOptions.of(setting)
-    return [] if options is None else [Decompose(*_options(options, DecomposeOptions))]
-
-
-def _overlap(setting: bool | OverlapOptions | None) -> list[Pass[Any]]:
-    if not setting:
-        return []
-    options = setting if isinstance(setting, OverlapOptions) else OverlapOptions()
-    options.check()
-    return [Carry(options.carry), Overlap(*_options(options, OrderOptions))]
-
-
-def _options(options: Any, kind: type[Any]) -> list[Any]:
-    return [getattr(options, each_pass.name) for each_pass in fields(kind)]
-
-
-def _check_cap(memory_cap_bytes: int | None, overlap: bool | OverlapOptions | None) -> None:
-    if memory_cap_bytes is not None and memory_cap_bytes <= 0:
-        raise MeshweaveError("memory_cap_bytes is not a size", got=f"{memory_cap_bytes}", expected="more than 0")
-    if memory_cap_bytes is not None and overlap is False:
-        raise MeshweaveError(
-            "memory_cap_bytes needs the scheduler", got="overlap=False", expected="overlap=True, or left out"
-        )

@@ -22,6 +22,9 @@ class Overlap(OrderOptions, Pass[Any]):
     stage: ClassVar[Stage] = "ordered"
     scope: ClassVar[Scope] = "graph"
 
+    def __post_init__(self) -> None:
+        self.check()
+
     @property
     def needs_costs(self) -> bool:
         return True

@@ -7,8 +7,6 @@ from typing import Literal
 
 import torch
 
-from meshweave.errors import MeshweaveError
-
 
 @dataclass(frozen=True, slots=True)
 class DecomposeOptions:
@@ -36,19 +34,3 @@ class DecomposeOptions:
     share: bool = True
     most_devices: int = 64
     margin: float = 0.02
-
-    @classmethod
-    def of(cls, options: bool | DecomposeOptions | None) -> DecomposeOptions | None:
-        """The options for a value of `decompose`; None: no decomposition. Raises MeshweaveError for an invalid
-        value."""
-        if options is None or options is False:
-            return None
-        if options is True:
-            return cls()
-        if not isinstance(options, DecomposeOptions):
-            raise MeshweaveError(
-                "invalid value of decompose",
-                got=repr(options),
-                expected="True, False or DecomposeOptions(...)",
-            )
-        return options

@@ -44,5 +44,5 @@ def check_finite(losses: Sequence[float], step: int) -> None:
         raise StepError(
             f"the loss of step {step} is {loss}",
             got="a loss that is not finite; nothing was updated",
-            hint="lower the learning rate, clip gradients or check the batch; check_finite=False continues regardless",
+            hint="lower the learning rate, clip gradients or check the batch; or run=mw.RunOptions(check_finite=False)",
         )

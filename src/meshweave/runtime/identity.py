@@ -95,7 +95,7 @@ def _batch_text(batch: Batch) -> str:
 def _setting_text(value: Any) -> str:
     """Mappings and dataclasses as a line per entry, anything else as a single line."""
     if is_dataclass(value) and not isinstance(value, type):
-        return "\n".join(f"{f.name} = {_plain(getattr(value, f.name))}" for f in fields(value))
+        return "\n".join(f"{f.name} = {_plain(getattr(value, f.name))}" for f in fields(value) if f.repr)
     if isinstance(value, Mapping):
         lines = ((name, _setting_text(inner).splitlines()) for name, inner in value.items())
         return "\n".join(f"{name}: {line}" for name, inner in lines for line in inner)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.errors import StepError
+from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph
-from meshweave.regions.compiler import BackendName, RegionCompiler
+from meshweave.regions.compiler import BackendName, RegionCompiler, checked_backend
 from meshweave.runtime.allocator import compacted
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries
@@ -35,6 +38,7 @@ from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.update import Replacements, Update, outputs, pieces_by_name, scalar
 from meshweave.runtime.watch import POLL
+from meshweave.runtime.weights import WAYS
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 
@@ -43,27 +47,69 @@ Done = Callable[[], None] | None
 _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state", "grad": "gradients"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a compiled step runs and what it keeps: nothing that changes what it computes.
+
+    backend: what runs the compute between communications. "eager": op by op; "inductor": compiled, equal regions of
+        repeated layers once; "auto": compiled by a background process during the first steps, where that is measured to
+        be faster and 1,000 steps save the compile time; on virtual devices eager. Compiled values differ from eager
+        ones by rounding (docs/regions.md).
+    cuda_graphs: on a GPU, record compiled regions in the third step and replay them from then on, so that the host
+        launches a few CUDA graphs instead of every kernel: same values, and the memory of a step stays reserved. Not
+        with accumulation or keep_gradients.
+    keep_gradients: keep the gradients of the last step for `step.gradients()`; a step without optimizer always does.
+    check_finite: raise before the update when the loss is NaN or infinite.
+    max_programs: the most programs of a step (see `shapes`).
+    pad: for each entry of the batch, the value that pads the ends of its dims up to the next compiled shape
+        ({"input_ids": 0, "labels": -100}). The loss has to ignore padded rows and tokens.
+    on_different_weights: if ranks start with other weights, buffers or optimizer state than rank 0, copy those of rank
+        0 to all ("broadcast", with a warning), or raise ("error").
+    passes_seconds: no further variant of the step is tried after so many seconds, unless the caller asked for passes.
+    progress: called with the name of each stage of the compilation as it begins; it may differ between ranks.
+    """
+
+    backend: BackendName = "auto"
+    cuda_graphs: bool = True
+    keep_gradients: bool = False
+    check_finite: bool = True
+    max_programs: int = 8
+    pad: Mapping[str, float] | None = None
+    on_different_weights: Literal["broadcast", "error"] = "broadcast"
+    passes_seconds: float = 60.0
+    progress: Callable[[str], None] = field(default=lambda stage: None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        checked_backend(self.backend)
+        if self.on_different_weights not in WAYS:
+            raise PlanError(
+                "unknown on_different_weights", got=repr(self.on_different_weights), expected=" or ".join(WAYS)
+            )
+        if not isinstance(self.passes_seconds, Real) or math.isnan(self.passes_seconds):
+            raise PlanError(
+                "passes_seconds is not a number of seconds",
+                got=repr(self.passes_seconds),
+                expected="0 for no further variant, float('inf') for all",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """What a session keeps and checks. `accumulate` is the number of microbatches of a step, `backend` compiles the
-    compute between communications, `weights` is a folder of files with initial parameters. `cuda_graphs` replays
-    compiled regions on a GPU as CUDA graphs."""
+    """What a session runs by. `accumulate` is the number of microbatches of a step, `weights` a folder of files with
+    initial parameters."""
 
     accumulate: int = 1
     seed: int = 0
-    keep_gradients: bool = False
-    check_finite: bool = True
-    backend: BackendName = "eager"
     weights: str | None = None
-    cuda_graphs: bool = True
+    run: RunOptions = field(default_factory=RunOptions)
 
 
 def graphs_of(world: World, settings: SessionSettings) -> DeviceGraphs | None:
     """CUDA graphs, if steps may be recorded: on a GPU in a single process, if nothing of a pass is in use after it.
     Between the communications of several processes they have not been tried on GPUs."""
     is_alone = world.device.type == "cuda" and not world.is_distributed and len(world.devices) == 1
-    is_last = settings.accumulate == 1 and not settings.keep_gradients
-    return CudaGraphs(world.device) if settings.cuda_graphs and is_alone and is_last else None
+    is_last = settings.accumulate == 1 and not settings.run.keep_gradients
+    return CudaGraphs(world.device) if settings.run.cuda_graphs and is_alone and is_last else None
 
 
 @dataclass(slots=True)
@@ -170,7 +216,7 @@ class Session:
     ) -> None:
         """`share`: another session of the same model, whose state this session trains, too."""
         self.roles, self.world, self.settings = tuple(roles), world, settings
-        self.compiler: RegionCompiler = compiler_for(settings.backend, world) if share is None else share.compiler
+        self.compiler: RegionCompiler = compiler_for(settings.run.backend, world) if share is None else share.compiler
         self.graphs: DeviceGraphs | None = graphs_of(world, settings) if share is None else share.graphs
         if share is None:
             self.compiler.joins_updates = self.graphs is None  # the host launches each kernel
@@ -199,7 +245,7 @@ class Session:
     def _build(self, meter: Meter | None, has_regions: bool = False) -> None:
         """The tasks of each local device, and their executor."""
         kept = {"loss", "output", "norm", "buffer", "param", "state", "carry"}
-        kept |= {"grad"} if self.settings.keep_gradients else set()
+        kept |= {"grad"} if self.settings.run.keep_gradients else set()
         self.ranks = self._compiled(kept, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
         graphs = self._recorder(has_regions)
@@ -314,7 +360,7 @@ class Session:
                 self.carries.drop()
             self._running.begin(self._envs)
             self._running.run(FORWARD)
-            self._losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.check_finite))
+            self._losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.run.check_finite))
         return self._losses[-1].value.clone()
 
     def backward(self) -> None:
@@ -335,11 +381,11 @@ class Session:
         """New parameters and optimizer state, after every microbatch of the step has run backward. See `run`."""
         self.progress.check("update")
         with self._attempt("update"):
-            if self.settings.check_finite:
+            if self.settings.run.check_finite:
                 check_finite([loss.number() for loss in self._losses], self.state.num_steps + 1)
             with uninterrupted():
                 self._update(numbers)
-                if self.settings.keep_gradients:
+                if self.settings.run.keep_gradients:
                     self._gradients = pieces_by_name(self.ranks, self._envs, "grad")
                 has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
                 norm = {"grad_norm": scalar(self.ranks, self._envs, "norm")} if has_norm else {}
@@ -439,8 +485,8 @@ class Session:
 
     def gradients(self) -> dict[str, Tensor]:
         """Full gradients of the last step by parameter name. StepError unless the session keeps them."""
-        if not self.settings.keep_gradients:
-            raise StepError("gradients were not kept", hint="compile with keep_gradients=True")
+        if not self.settings.run.keep_gradients:
+            raise StepError("gradients were not kept", hint="compile with run=mw.RunOptions(keep_gradients=True)")
         if self._gradients is None:
             raise StepError("there are no gradients before the first step", hint="take a step first: step(batch)")
         return self.full("grad", self._gradients)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.errors import MeshweaveError, PlanError
+from meshweave.errors import MeshweaveError
 from meshweave.runtime.consensus import named
 from meshweave.runtime.fingerprint import fingerprint, text_number
 from meshweave.runtime.identity import is_comparable
@@ -27,8 +27,6 @@ def align_weights(
     Meta tensors are skipped (all ranks initialise them from the seed), and so are DTensors, whose pieces differ. With
     on_different="error" it raises MeshweaveError instead, on every rank, with tensors and ranks.
     """
-    if on_different not in WAYS:
-        raise PlanError("unknown on_different_weights", got=repr(on_different), expected=" or ".join(WAYS))
     if ranks.is_alone:
         return
     tensors = _tensors(model, optimizer)

@@ -255,7 +255,7 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
     kinds = bytes_by_kind(worst.at_peak)
     advice = []
     if kinds.get("activation", 0) > over:
-        advice.append("recompute activations (--recompute full), or a smaller local batch")
+        advice.append("recompute activations (--passes recompute=full), or a smaller local batch")
     if worst.persistent_bytes > room // 2:
         advice.append("shard parameters and optimizer state over more devices (a larger fsdp axis)")
     if not advice:

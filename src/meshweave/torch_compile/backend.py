@@ -6,18 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.interop.gloo import let_gathers_overlap
+from meshweave.passes.former import refuse_former
 from meshweave.passes.options import PassesArgument
-from meshweave.rings import DecomposeOptions
-from meshweave.rows import SplitOptions
 from meshweave.runtime.consensus import TIMEOUT_SECONDS
-from meshweave.schedule import OverlapOptions
-from meshweave.torch_compile.scheduling import BackendSettings, Cost, graph_passes, settings
+from meshweave.torch_compile.scheduling import BackendSettings, Cost, settings
 
 # In the form of aot_autograd: from a graph and its (fake) inputs to a callable.
 GraphCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -93,34 +91,29 @@ def backend(
     *,
     cost: Cost | str | Path | None = None,
     memory_cap_bytes: int | None = None,
-    options: OverlapOptions | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
     inner: str | GraphCompiler = "inductor",
     report: Callable[[Any], object] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     passes: PassesArgument = None,
-    decompose: DecomposeOptions | bool | None = None,
-    split: SplitOptions | int | bool | None = None,
+    **former: Never,
 ) -> Backend:
     """A backend for `torch.compile(model, backend=mw.backend())` that overlaps communication with compute.
 
-    `cost`, `memory_cap_bytes`, `options` and `groups` are those of `mw.overlap`; `cost` may also be the name or file of
+    `cost`, `memory_cap_bytes` and `groups` are those of `mw.overlap`; `cost` may also be the name or file of
     a machine profile, by default it depends on the graph's device type. `inner` compiles the ordered graph: "inductor",
     "aot_eager" (which runs it op by op) or a callable in the form of aot_autograd. With "inductor", float32 matmuls of
     a processor run by oneDNN where that is faster on this machine, and then round differently from Inductor's own
-    (`torch.backends.mkldnn.enabled = False` prevents it). `report` is called with the OverlapReport of every graph that
-    communicates; with `decompose` and `split` also with the DecomposeReport and the SplitReport of each.
+    (`torch.backends.mkldnn.enabled = False` prevents it). `report` is called with the reports of the passes on every
+    graph that communicates: OverlapReport, DecomposeReport, SplitReport.
 
     `passes`: the passes over a graph, as in `compile`: "exact" (the default: overlap), "default" (overlap, split,
-    decompose) or "overlap,split=2", and passes of your own whose `scope` is "graph" or "joint graph". `options`,
-    `split` and `decompose` are short forms of the same list. After each pass the graph is verified.
-
-    `split`: before forward and backward are partitioned, row-wise ops run in so many chunks of the batch (True: 2 or
-    4), so that the communication of a chunk runs under the compute of another. `decompose`: collectives beside matmuls
-    become rings of messages between chunks of the matmuls, with True or with options. Both are off by default: sums may
-    round differently. Either is applied only if the graph in its best order is then faster by the costs
-    (decompose=DecomposeOptions(when="always") needs no costs).
+    decompose) or "overlap,split=2", and passes of your own whose `scope` is "graph" or "joint graph". After each pass
+    the graph is verified. Split: before forward and backward are partitioned, row-wise ops run in so many chunks of the
+    batch, so that the communication of a chunk runs under the compute of another. Decompose: collectives beside matmuls
+    become rings of messages between chunks of the matmuls. With both, sums may round differently. Either is applied
+    only if the graph in its best order is then faster by the costs (`mw.passes.Decompose(when="always")` needs none).
 
     In a job of several ranks all `ranks` (default: those of the graph's group if it communicates in a single one, else
     all of torch.distributed) compile the same graphs in the same order.
@@ -134,8 +127,17 @@ def backend(
         raise MeshweaveError(
             "unknown inner compiler", got=repr(inner), expected=f"one of {', '.join(_INNER)}, or a callable"
         )
-    chosen = graph_passes(passes, options, decompose, split)
-    return Backend(settings(cost, memory_cap_bytes, chosen, groups, report, ranks, timeout_seconds), inner)
+    refuse_former("backend", former, passes)
+    chosen = settings(
+        cost=cost,
+        memory_cap_bytes=memory_cap_bytes,
+        passes=passes,
+        groups=groups,
+        report=report,
+        ranks=ranks,
+        timeout_seconds=timeout_seconds,
+    )
+    return Backend(chosen, inner)
 
 
 def by_name(gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
@@ -148,14 +150,12 @@ def inductor_pass(
     *,
     cost: Cost | str | Path | None = None,
     memory_cap_bytes: int | None = None,
-    options: OverlapOptions | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
     report: Callable[[Any], object] | None = None,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     passes: PassesArgument = None,
-    decompose: DecomposeOptions | bool | None = None,
-    split: SplitOptions | int | bool | None = None,
+    **former: Never,
 ) -> AbstractContextManager[None]:
     """The pass of `backend` in Inductor, for everything that is compiled in this thread while the context lasts.
 
@@ -167,5 +167,14 @@ def inductor_pass(
     """
     from meshweave.torch_compile.inductor import installed
 
-    chosen = graph_passes(passes, options, decompose, split)
-    return installed(settings(cost, memory_cap_bytes, chosen, groups, report, ranks, timeout_seconds))
+    refuse_former("inductor_pass", former, passes)
+    chosen = settings(
+        cost=cost,
+        memory_cap_bytes=memory_cap_bytes,
+        passes=passes,
+        groups=groups,
+        report=report,
+        ranks=ranks,
+        timeout_seconds=timeout_seconds,
+    )
+    return installed(chosen)

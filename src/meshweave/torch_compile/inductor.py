@@ -200,9 +200,9 @@ def patches(settings: BackendSettings, options: Mapping[str, Any]) -> dict[str, 
     ):
         raise MeshweaveError(
             "rings in Inductor need torch 2.13: an earlier version (seen in 2.11) may read messages before they arrive",
-            where="decompose=",
+            where="passes=",
             got=f"torch {torch.__version__}",
-            expected="torch 2.13, inner='aot_eager', or no decompose=",
+            expected="torch 2.13, inner='aot_eager', or passes without decompose",
         )
 
     def now(name: str, otherwise: object = None) -> Any:

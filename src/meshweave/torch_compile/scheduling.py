@@ -25,10 +25,9 @@ from meshweave.passes import GraphProgram, Overlap, Pass, ProgramVariant, pipeli
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
 from meshweave.passes.options import GROUPS, PassesArgument
-from meshweave.rings import DecomposeOptions
-from meshweave.rows import SplitOptions, SplitReport
+from meshweave.rows import SplitReport
 from meshweave.runtime.consensus import TIMEOUT_SECONDS
-from meshweave.schedule import OverlapOptions, OverlapReport
+from meshweave.schedule import OverlapReport
 from meshweave.schedule.decide import OrderOptions
 from meshweave.torch_compile.agreement import Agreement, GraphsDifferError, only_group, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
@@ -38,7 +37,7 @@ Cost = MachineProfile | Callable[..., float]
 _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSettings:
     """The checked arguments of `backend` and `inductor_pass`. `notes` are put into every report on an order. `passes`
     are those over graphs, in the order in which they run."""
@@ -172,15 +171,17 @@ class BackendSettings:
 
 
 def settings(
+    *,
     cost: Cost | str | Path | None,
     memory_cap_bytes: int | None,
-    passes: tuple[Pass[Any], ...],
+    passes: PassesArgument,
     groups: Mapping[str, Sequence[int]] | None,
     report: Callable[[Any], object] | None,
     ranks: Sequence[int] | None,
     timeout_seconds: float,
 ) -> BackendSettings:
-    """The settings for a user's arguments. Raises MeshweaveError for an unknown profile, and an invalid cost."""
+    """The settings for a user's arguments. Raises MeshweaveError for an unknown profile, an invalid cost, and the
+    errors of `graph_passes`."""
     known = load_profile(cost) if isinstance(cost, (str, Path)) else cost
     if not (known is None or isinstance(known, MachineProfile) or callable(known)):
         raise MeshweaveError(
@@ -189,25 +190,25 @@ def settings(
             expected="a machine profile, the name or file of one, or a callable that gives a node's seconds",
             hint="`meshweave calibrate -o machine.toml` measures this machine",
         )
-    table = None if groups is None else tuple((name, tuple(members)) for name, members in sorted(groups.items()))
-    chosen = None if ranks is None else tuple(sorted(set(ranks)))
-    return BackendSettings(known, memory_cap_bytes, passes, table, report, chosen, timeout_seconds)
+    return BackendSettings(
+        cost=known,
+        memory_cap_bytes=memory_cap_bytes,
+        passes=graph_passes(passes),
+        groups=None if groups is None else tuple((name, tuple(group)) for name, group in sorted(groups.items())),
+        report=report,
+        ranks=None if ranks is None else tuple(sorted(set(ranks))),
+        timeout_seconds=timeout_seconds,
+    )
 
 
-def graph_passes(
-    passes: PassesArgument,
-    options: OverlapOptions | None,
-    decompose: DecomposeOptions | bool | None,
-    split: SplitOptions | int | bool | None,
-) -> tuple[Pass[Any], ...]:
+def graph_passes(passes: PassesArgument) -> tuple[Pass[Any], ...]:
     """The passes over graphs that a caller asks for, by default the overlap pass. Raises MeshweaveError for an unknown
     pass, or one over whole steps."""
-    overlap = options or (OverlapOptions() if passes is None else None)
-    pass_list = pipeline_of(passes, split=split, decompose=decompose, overlap=overlap).passes
+    listed = pipeline_of("overlap" if passes is None else passes).passes
     # Groups bring passes that work between steps, or between forward and backward: they do not apply to a single graph.
     grouped = {name for names in GROUPS.values() for name in names}
-    pass_list = tuple(p for p in pass_list if p.scope != "step" or p.name not in grouped)
-    if whole_step := [graph_pass.name for graph_pass in pass_list if graph_pass.scope == "step"]:
+    listed = tuple(p for p in listed if p.scope != "step" or p.name not in grouped)
+    if whole_step := [graph_pass.name for graph_pass in listed if graph_pass.scope == "step"]:
         raise MeshweaveError(
             "this pass needs whole training steps, which torch.compile does not see",
             where="passes=",
@@ -215,7 +216,7 @@ def graph_passes(
             expected="split, decompose, overlap, or a pass with scope 'graph' or 'joint graph'",
             hint="a pass that changes its program only by program.each(...) can have that scope",
         )
-    return pass_list
+    return listed
 
 
 def _communicates(graph: fx.Graph) -> bool:
