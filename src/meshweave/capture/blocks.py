@@ -75,7 +75,7 @@ def find_blocks(step: StepGraph) -> Blocks:
             "the model has no repeated block to recompute",
             got=f"modules {', '.join([m for m in matmuls if m][:8])}" if any(matmuls) else "a model without modules",
             expected="layers in a list: path.0, path.1, ... of several modules each, at least two of them equal",
-            hint='put the layers into an nn.ModuleList or nn.Sequential, or leave out the pass recompute',
+            hint="put the layers into an nn.ModuleList or nn.Sequential, or leave out the pass recompute",
         )
     first = {module: i for i, module in reversed(list(enumerate(matmuls)))}
     order = {n: min(i for m, i in first.items() if _is_inside(m, n)) for n in blocks}
