@@ -281,7 +281,7 @@ REPLACED: dict[str, tuple[Callable[[Scaled], None], str]] = {
         lambda m: setattr(m.inner, "bias", nn.Parameter(torch.ones(3))),
         "'inner.bias' of the model was repl",
     ),
-    "module": (lambda m: setattr(m, "inner", nn.Linear(4, 3)), "'inner.weight' of the model was replaced"),
+    "module": (lambda m: setattr(m, "inner", nn.Linear(4, 3)), "where: model.inner"),
     "dtype": (lambda m: setattr(m, "scale", m.scale.double()), "'scale' of the model has changed its shape or dtype"),
     "tied": (lambda m: setattr(m, "scale", m.shift), "tied or untied after compile"),
     "untied": (lambda m: setattr(m, "again", torch.ones(3)), "tied or untied after compile"),

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 import meshweave as mw
 from meshweave.build import build_program
 from meshweave.capture.batch import call_model
+from meshweave.capture.module_state import module_roots
 from meshweave.capture.step import StepSource
 from meshweave.errors import StepError
 from meshweave.ir.graph import origin_of
@@ -86,7 +87,7 @@ def compile_once(key: Any, model: nn.Module, **options: Any) -> mw.TrainStep:
         if key not in _PROGRAMS:
             _PROGRAMS[key] = build_program(source, *rest)
         contract = copy.copy(_PROGRAMS[key].contract)
-        contract.roots = {"model": source.model, "loss": source.loss, "forward": source.forward}
+        contract.roots = module_roots(model=source.model, loss=source.loss, forward=source.forward)
         return replace(_PROGRAMS[key], contract=contract)
 
     with patch.object(importlib.import_module("meshweave.compile"), "build_program", build):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from meshweave.build import Target, build_program
 from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model, listed_batches
-from meshweave.capture.guards import check_autocast, check_loss, check_new_tensors, check_not_compiled, check_shapes
+from meshweave.capture.guards import check_autocast
+from meshweave.capture.model_checks import check_loss, check_new_tensors, check_not_compiled, check_shapes
 from meshweave.capture.optimizer_several import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Part, Precision, StepSource

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch
-from meshweave.capture.guards import Guards
+from meshweave.capture.guards import Guards, StepKey
 from meshweave.capture.optimizer_guard import OptimizerGuard, note_untrained
 from meshweave.capture.optimizer_options import options_of, put_options
 from meshweave.capture.optimizer_several import parts_of
@@ -72,9 +72,9 @@ class TrainStep:
         for name, (tensors, _) in rests.items():
             session.state.rest(name, tensors)
         session.bindings.bind(session.state, model, optimizer)
-        guards = Guards(program.contract, program.options.precision.autocast, session.bindings.follow)
-        first = Variant(program, session, guards, set(), rows_check(program, world))
-        self.variants = Variants(model, first, build)
+        guards = Guards(program.contract.roots, program.options.precision.autocast, session.bindings.follow)
+        first = Variant(program, session, [StepKey.of(program.contract.batch)], rows_check(program, world))
+        self.variants = Variants(guards, first, build)
         self._last = first
         self.numbers = None
         if optimizer is not None and spec is not None:
@@ -95,10 +95,6 @@ class TrainStep:
     def session(self) -> Session:
         """The session that runs the program of the example and owns the state."""
         return self.variants.first.session
-
-    @property
-    def guards(self) -> Guards:
-        return self.variants.first.guards
 
     def __call__(self, batch: Any, *, accumulate: int | None = None) -> Tensor:
         """Train on one global batch (or, on a cluster, this rank's piece of it). Returns the loss: a 0-dim tensor
@@ -165,7 +161,7 @@ class TrainStep:
         """
         with self._call(_PARTS, batch) as checked:
             self._first_numbers(self.variants.first)
-            self.guards.check(checked)
+            self.variants.check_first(checked)
             self.variants.compare(self.variants.first, checked, 1, self._groups)
             return self.session.forward(dict(zip(checked.names, checked.tensors, strict=True)))
 

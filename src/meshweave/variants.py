@@ -1,5 +1,5 @@
-"""The programs of a step: one for each batch shape, number of microbatches, module modes and part of the step. All
-share the same state."""
+"""The programs of a step: one for each batch shape, number of microbatches, part of the step, and plain attributes of
+modules (`training` among them) that make a difference. All share the same state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch, batch_size, shapes_text
-from meshweave.capture.guards import Guards
+from meshweave.capture.guards import RECOMPILE, Guards, StepKey, check_entries
+from meshweave.capture.record import Difference
 from meshweave.capture.step import Part
 from meshweave.errors import LayoutError, MeshweaveError, StepError
 from meshweave.ir.graph import Input, Spec, spec_of
@@ -24,18 +25,17 @@ from meshweave.runtime.world import World
 
 # (example, part, accumulate, the program whose state it shares)
 Build = Callable[[Any, Part, int, Program | None], Program]
-Mode = tuple[bool, ...]  # training mode of every module
+_MOST_KEYS = 16  # of a program: so many plain attributes or entries of batches that make no difference are remembered
 _NOTES = logging.getLogger("meshweave")
 
 
 @dataclass(slots=True)
 class Variant:
-    """A program with its session and guards. `modes` are the module modes in which it is known to be valid."""
+    """A program with its session. `keys` are those of calls for which it is known to be valid, the latest last."""
 
     program: Program
     session: Session
-    guards: Guards
-    modes: set[Mode]
+    keys: list[StepKey]
     rows: RowsCheck | None = None
     number: int = 1
     last_use: int = 0
@@ -82,23 +82,24 @@ class Variant:
 class Variants:
     """Finds or compiles the program for a call."""
 
-    def __init__(self, model: nn.Module, first: Variant, build: Build | None) -> None:
+    def __init__(self, guards: Guards, first: Variant, build: Build | None) -> None:
         """`build` compiles a program; without it there is only the example's shape."""
         options = first.session.settings.run
-        self.build, self.limit, self.pad = build, options.max_programs, options.pad or {}
-        self._modules = list(model.modules())
+        self.guards, self.build, self.limit, self.pad = guards, build, options.max_programs, options.pad or {}
+        self._places: set[str] = set()  # whose changes have cost a trace
+        self._noted: set[str] = set()  # of those, the ones that were noted
         self.is_local: bool | None = None  # whether batches are this rank's alone; None before the first batch
         self._num_uses, self._num_compiled = 0, 1
-        first.modes.add(self.mode)
         self.all = [first]
+        self._add_program(first)
 
     @property
     def first(self) -> Variant:
         return self.all[0]
 
-    @property
-    def mode(self) -> Mode:
-        return tuple(module.training for module in self._modules)
+    def _add_program(self, variant: Variant) -> None:
+        """What forward assigns while it is traced is no change of a user's."""
+        self.guards.written |= variant.program.contract.written
 
     def prepare(self, batch: Batch) -> None:
         """Compile for batches of these global shapes."""
@@ -150,12 +151,43 @@ class Variants:
         return variant, padded
 
     def _choose(self, batch: Batch, part: Part, accumulate: int) -> Variant:
-        micro, mode = _first_micro(batch, accumulate), self.mode
-        for variant in sorted(self._fitting(micro, part, accumulate), key=lambda v: mode not in v.modes):
-            if mode in variant.modes or self._holds(variant, batch, mode):
-                variant.guards.check(batch)
+        micro, key = _first_micro(batch, accumulate), self.guards.check(batch)
+        fitting = self._fitting(micro, part, accumulate)
+        if known := next((v for v in fitting if key in v.keys), None):
+            return self._used(known)
+        differences = list[Difference]()
+        for variant in fitting:
+            difference = self._compare_step(variant, batch, key)
+            if difference is None:
                 return self._used(variant)
-        return self._compiled(batch, part, accumulate, mode)
+            differences.append(difference)
+        if differences and (self.build is None or self.limit < 2):
+            raise _another_step(fitting[0], key, differences[0])
+        return self._compiled(batch, part, accumulate, key)
+
+    def check_first(self, batch: Batch) -> None:
+        """StepError if a call for this batch needs another program than the first."""
+        key = self.guards.check(batch)
+        check_entries(self.first.program.contract.batch, batch)
+        if key not in self.first.keys and (difference := self._compare_step(self.first, batch, key)):
+            raise _another_step(self.first, key, difference)
+
+    def _compare_step(self, variant: Variant, batch: Batch, key: StepKey) -> Difference | None:
+        """Trace the step once more, in the present state of the modules: the first op in which a program differs from
+        it. If there is none, the program is valid for this key, too."""
+        changed = set(key.changes(variant.keys[-1]))
+        difference = variant.program.contract.difference(batch)
+        if difference is None:
+            variant.keys[:] = [*variant.keys[1 - _MOST_KEYS :], key]
+            if often := sorted(changed & self._places - self._noted):
+                _NOTES.warning(
+                    "%s makes no difference to the step, but each new value costs a trace of the step: keep it outside "
+                    "of the module, or in a dict; leave it out of the batch",
+                    ", ".join(often),
+                )
+                self._noted.update(often)
+            self._places |= changed
+        return difference
 
     def _alike(self, part: Part, accumulate: int) -> list[Variant]:
         return [v for v in self.all if (v.part, v.accumulate) == (part, accumulate)]
@@ -170,21 +202,10 @@ class Variants:
             return
         variant.rows.check(batch, parts, groups, is_own=bool(self.is_local))
 
-    def _holds(self, variant: Variant, batch: Batch, mode: Mode) -> bool:
-        """Whether a program compiled in another mode does the same in this mode."""
-        if self.build is None:
-            return True  # its guards tell, or raise
-        try:
-            variant.guards.check(batch)
-        except StepError:
-            return False
-        variant.modes.add(mode)
-        return True
-
-    def _compiled(self, batch: Batch, part: Part, accumulate: int, mode: Mode) -> Variant:
+    def _compiled(self, batch: Batch, part: Part, accumulate: int, key: StepKey) -> Variant:
         first = self.first
         if self.build is None or (part != "outputs" and not self._is_like_the_example(batch)):
-            first.guards.check(batch)
+            check_entries(first.program.contract.batch, batch)
             return first  # its error lists the expected entries
         if self.limit < 2:
             raise LayoutError(
@@ -195,30 +216,32 @@ class Variants:
             )
         example = self._example(batch)
         self._num_compiled += 1
-        shown = f"{shapes_text(batch.shapes)}, {self._modes_text(mode)}"
+        shown = f"{shapes_text(batch.shapes)}, {self._attributes_text(key)}"
         first.session.world.choose(f"compiles program {self._num_compiled} ({shown})")
         if len(self.all) >= self.limit:
             self._drop_variant(batch)
         _NOTES.warning(
             "compiles for a batch of shape %s%s (program %d of at most %d)",
-            shapes_text(batch.shapes), f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1,
-            self.limit,
+            shown, f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1, self.limit,
         )  # fmt: skip
         first.session.bindings.follow()
         program = self.build(example, part, accumulate, first.program)
         settings = replace(first.session.settings, accumulate=accumulate)
         session = Session(program.roles, first.session.world, settings, share=first.session)
-        guards = Guards(program.contract, program.options.precision.autocast, session.bindings.follow)
         rows = rows_check(program, first.session.world)
-        variant = Variant(program, session, guards, {mode}, rows, self._num_compiled)
+        variant = Variant(program, session, [key], rows, self._num_compiled)
         self.all.append(variant)
+        self._add_program(variant)
         return self._used(variant)
 
-    def _modes_text(self, mode: Mode) -> str:
-        training = sum(mode)
-        if training in (0, len(mode)):
-            return "model.train()" if training else "model.eval()"
-        return f"{training} of {len(mode)} modules in training"
+    def _attributes_text(self, key: StepKey) -> str:
+        """The modes of the modules, and other plain attributes that differ from those at compile."""
+        count, training = len(self.guards.modules), sum(module.training for _, module in self.guards.modules)
+        modes = f"{training} of {count} modules in training"
+        if training in (0, count):
+            modes = "model.train()" if training else "model.eval()"
+        others = [f"{place}={value}" for place, value in key.attributes if not place.endswith(".training")]
+        return ", ".join([modes, *others])
 
     def _used(self, variant: Variant) -> Variant:
         self._num_uses += 1
@@ -294,7 +317,7 @@ class Variants:
             _filled(t, wanted[n], self.pad[n]) if n in wanted and tuple(t.shape) != wanted[n] else t
             for n, t in zip(batch.names, batch.tensors, strict=True)
         ]
-        return Batch(batch.names, tuple(tensors), batch.rest, batch.join, batch.order)
+        return Batch(batch.names, tuple(tensors), batch.rest, batch.join)
 
     def _holds_padded(self, item: Input, micro: Mapping[str, Tensor]) -> bool:
         tensor = micro.get(item.name)
@@ -304,6 +327,16 @@ class Variants:
         return is_same or (
             item.name in self.pad and all(a <= b for a, b in zip(tensor.shape, item.spec.shape, strict=True))
         )
+
+
+def _another_step(variant: Variant, key: StepKey, difference: Difference) -> StepError:
+    return StepError(
+        "the step would differ from the compiled step",
+        where=", ".join(key.changes(variant.keys[0])[:3]),
+        got=f"{difference.got} for {difference.expected}",
+        expected="what the only program of this step was compiled from",
+        hint=f"raise compile(max_programs=...), or {RECOMPILE}",
+    )
 
 
 def rows_check(program: Program, world: World) -> RowsCheck | None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import assert_equals_eager, train
+from tests.training import assert_equals_eager
 from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.capture.batch import Batch
-from meshweave.errors import CaptureError, StepError
+from meshweave.errors import CaptureError
 
 
 @dataclass
@@ -75,13 +75,12 @@ def test_a_dataclass_is_a_batch(kind: type[ByName], mesh: str) -> None:
     assert float(step.evaluate(batches[0])) == pytest.approx(loss(eager.net(batches[0].x), batches[0]).item(), rel=1e-5)
 
 
-def test_a_dataclass_with_another_number_is_tried() -> None:
+def test_a_dataclass_with_another_number_has_another_program() -> None:
     model = ByName()
     step = mw.compile(model, loss=loss, example=rows(), mesh="", run=mw.RunOptions(backend="eager"))
     other = rows()
     other.scale = 3.0
-    with pytest.raises(mw.MeshweaveError, match="scale"):
-        step(other)
+    assert float(step(other)) == pytest.approx(loss(model.net(other.x), other).item(), rel=1e-5)
 
 
 def test_dataclasses_are_taken_apart_and_put_together() -> None:
@@ -132,23 +131,10 @@ def own() -> dict[str, Tensor]:
     return {"x": torch.ones(4, 4), "y": torch.zeros(4, 4)}
 
 
-@pytest.mark.parametrize(
-    ("asked", "change", "message"),
-    [
-        (
-            lambda x: x.requires_grad,
-            {"x": torch.ones(4, 4, requires_grad=True)},
-            "requires_grad of the batch entry 'x'",
-        ),
-        (Tensor.is_contiguous, {"x": torch.ones(4, 8)[:, ::2]}, "depends on the strides of a batch entry"),
-        (lambda x: x.mul_(2), dict.fromkeys(("x", "y"), torch.ones(4, 4)), "shares memory with another"),
-    ],
-)
-def test_what_a_model_asks_of_a_tensor_is_as_in_the_example(asked: Any, change: Any, message: str) -> None:
-    step, _ = train(Asks(asked), [own()])
-    step(own())
-    with pytest.raises(StepError, match=message):
-        step(own() | change)
+def test_whether_a_tensor_of_the_batch_requires_gradients_counts() -> None:
+    data = [own(), own() | {"x": torch.ones(4, 4, requires_grad=True)}, own()]
+    step = assert_equals_eager(Asks(lambda x: x.requires_grad), data)
+    assert len(step.variants.all) == 2
 
 
 def test_what_a_model_does_not_ask_may_be_otherwise() -> None:
@@ -171,6 +157,18 @@ def test_a_batch_asks_for_gradients_of_itself() -> None:
     assert_equals_eager(Forces(), data, "dp=2")
 
 
+class Scale:
+    """An object in the batch, equal to another of the same name."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scale)
+
+    __hash__ = object.__hash__
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -180,36 +178,7 @@ class Scaled(nn.Module):
         return self.linear(x) * (by.value if isinstance(by, Scale) else by)
 
 
-class Scale:
-    """Equal to another of the same name."""
-
-    def __init__(self, value: float | Tensor) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Scale)
-
-    __hash__ = object.__hash__
-
-
-def written(scale: Scale) -> Scale:
-    scale.value += 1.0
-    return scale
-
-
-@pytest.mark.parametrize(
-    ("first", "change", "message"),
-    [
-        (Scale(2.0), written, r"by\.value: 2\.0 -> 3\.0"),
-        (Scale(2.0), lambda _: Scale(3.0), r"by\.value: 2\.0 -> 3\.0"),
-        (Scale(torch.tensor(2.0)), written, r"by\.value: a tensor"),
-        (True, lambda _: 2, "True -> 2"),
-    ],
-)
-def test_an_object_in_the_batch_is_compared_down_to_its_attributes(first: Any, change: Any, message: str) -> None:
-    data = [own() | {"by": first}]
-    step, _ = train(Scaled(), data)
-    step(data[0])
-    step(own() | {"by": copy(first)})
-    with pytest.raises(StepError, match=message):
-        step(own() | {"by": change(first)})
+@pytest.mark.parametrize("pair", [(Scale(2.0), Scale(3.0)), (True, 2), (1, 1.5)], ids=str)
+def test_another_object_in_the_batch_counts_if_it_makes_a_difference(pair: tuple[Any, Any]) -> None:
+    step = assert_equals_eager(Scaled(), [own() | {"by": by} for by in (pair[0], copy(pair[0]), pair[1])])
+    assert len(step.variants.all) == 2

@@ -5,14 +5,12 @@ Every model of the first table trains differently in eager PyTorch from what its
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import itertools
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,8 +26,6 @@ from meshweave.capture.step import CaptureOptions, capture
 from meshweave.errors import CaptureError
 
 DATA = batches(3, (4, 4), (4, 4))
-CALLS = 0
-LOG: list[Tensor] = []
 
 
 class Base(nn.Module):
@@ -129,43 +125,6 @@ class ListOfTensors(Base):
         return out
 
 
-@dataclass
-class Memory:
-    level: float = 0.0
-    seen: list[int] = field(default_factory=list)
-
-
-class DataclassState(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = Memory()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.memory.level = 0.5 * self.memory.level + 1
-        return super().forward(x) * self.memory.level
-
-
-class ClassAttribute(Base):
-    num = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).num += 1
-        return super().forward(x)
-
-
-class GlobalCounter(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        global CALLS
-        CALLS += 1
-        return super().forward(x)
-
-
-class GlobalList(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        LOG.append(x)
-        return super().forward(x)
-
-
 class DefaultArgument(Base):
     def forward(self, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
         seen.append(1)
@@ -205,15 +164,6 @@ class ReadsTheTime(Base):
         return super().forward(x) * time.perf_counter()
 
 
-class CachesNoise(Base):
-    @functools.cache  # noqa: B019
-    def noise(self) -> Tensor:
-        return torch.randn(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.noise()
-
-
 class BufferGrows(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -232,33 +182,6 @@ class LateBuffer(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.mean = x.mean(0) if self.mean is None else 0.5 * self.mean + 0.5 * x.mean(0)
         return super().forward(x) - self.mean
-
-
-class CountsInArray(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num = np.zeros(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num[0] += 1
-        return super().forward(x) * (2.0 if self.num[0] > 3 else 1.0)
-
-
-class Slots:
-    __slots__ = ("num",)
-
-    def __init__(self) -> None:
-        self.num = 0
-
-
-class CountsInSlots(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = Slots()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.counter.num += 1
-        return super().forward(x) * (2.0 if self.counter.num > 3 else 1.0)
 
 
 class ClampsData(Base):
@@ -280,17 +203,6 @@ class Lazy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
-
-
-def counting_loss() -> Callable[[Any, Any], Tensor]:
-    num = 0
-
-    def loss(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        nonlocal num
-        num += 1
-        return mse(out, batch) * (2.0 if num > 3 else 1.0)
-
-    return loss
 
 
 class CountsInBackward(Base):
@@ -362,35 +274,17 @@ BROKEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str, str]] =
     "in place": (AddsInPlace, lambda: mse, "in place that is not a buffer", "float32[3]"),
     "in place, of the batch": (AveragesInPlace, lambda: mse, "in place that is not a buffer", "float32[4]"),
     "a list of tensors": (ListOfTensors, lambda: mse, "changes the Python state", "where: model.history["),
-    "a dataclass": (DataclassState, lambda: mse, "does not repeat itself", "model.memory.level: 0.0 -> 1.0"),
-    "a class attribute": (ClassAttribute, lambda: mse, "changes the Python state", "ClassAttribute.num"),
-    "a global": (
-        GlobalCounter,
-        lambda: mse,
-        "changes the Python state",
-        "global variable CALLS of GlobalCounter.forward",
-    ),
-    "a global list": (
-        GlobalList,
-        lambda: mse,
-        "changes the Python state",
-        "global variable LOG of GlobalList.forward[1]",
-    ),
     "a default argument": (DefaultArgument, lambda: mse, "does not repeat itself", ", 2)"),
     "an iterator": (Iterates, lambda: mse, "does not repeat itself", ", 2)"),
     "random": (DrawsWithPython, lambda: mse, "random numbers outside of PyTorch", "a generator of random"),
     "numpy.random": (DrawsWithNumpy, lambda: mse, "random numbers outside of PyTorch", "a generator of numpy"),
     "a generator": (DrawsWithGenerator, lambda: mse, "random numbers outside of PyTorch", "a generator of numpy"),
     "the time": (ReadsTheTime, lambda: mse, "does not repeat itself", "test_contract.py"),
-    "cached noise": (CachesNoise, lambda: mse, "a value of the previous step", "test_contract.py"),
     "a buffer that grows": (BufferGrows, lambda: mse, "shape or the dtype of the buffer 'kept'", "(2, 4) after a step"),
     "a buffer from None": (LateBuffer, lambda: mse, "a value of the previous step", "model.mean: None -> a tensor"),
-    "an array": (CountsInArray, lambda: mse, "changes the Python state", "where: model.num.elements\n  got: (1.0,)"),
-    "slots": (CountsInSlots, lambda: mse, "changes the Python state", "model.counter.num"),
     "p.data": (ClampsData, lambda: mse, "replaces its parameter 'linear.weight'", "other values by .data"),
     "a new parameter": (ReplacesParameter, lambda: mse, "replaces its parameter 'linear.weight'", "another tensor"),
     "a lazy module": (Lazy, lambda: mse, "has no shape yet", "linear.weight"),
-    "nonlocal": (Base, counting_loss, "changes the Python state", "variable num in the closure of counting_loss"),
     "a counter of backward": (CountsInBackward, lambda: mse, "does not repeat itself", "model.num: 0 -> 1"),
     "the last gradient": (
         KeepsLastGradient,
@@ -416,7 +310,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
             return id(value), value._version
         if isinstance(value, dict):
             return {k: plain(v) for k, v in value.items()}
-        return list(value) if isinstance(value, list) else copy.copy(value) if isinstance(value, Memory) else value
+        return list(value) if isinstance(value, list) else value
 
     return {n: plain(vars(m)) for n, m in model.named_modules()}
 
@@ -431,7 +325,6 @@ def test_what_would_differ_from_step_to_step_is_an_error(row: str) -> None:
     assert detail in str(error.value)
     assert state_of(model) == before
     assert random.getstate() == draws
-    assert CALLS == ClassAttribute.num == len(LOG) == 0
     del error
     gc.collect()
     assert fakes().keys() <= there_before.keys()

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.training import assert_equals_eager
@@ -188,16 +187,6 @@ def _array_written(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x)) * ones
 
 
-def _tensor_of_an_array(m: Any, x: Tensor) -> Tensor:
-    array = np.zeros(6, dtype=np.float32)
-    torch.from_numpy(array).copy_(x[0])
-    return m.b(m.a(x)) * float(array.sum())
-
-
-def _handed_over(m: Any, x: Tensor) -> Tensor:
-    return m.b(m.a(torch.from_dlpack(x.detach())))
-
-
 def _diagonal(m: Any, x: Tensor) -> Tensor:
     matrix = torch.zeros(4, 4)
     matrix.as_strided((4,), (5,)).fill_(1.0)
@@ -240,8 +229,6 @@ DEPENDS = "control flow depends on data|cannot be captured"
         (_address, "address of a tensor"),
         (_function_of_a_listed_parameter, "parameter 'a.weight' from a list"),
         (_array_written, "read-only"),
-        (_tensor_of_an_array, "NumPy array shares the memory"),
-        (_handed_over, "DLPack"),
         (_read_then_written, r"before the step writes into it, read a clone\(\)"),
         (_diagonal, "cannot be expressed by new tensors"),
         (_more_in_every_run, "does not repeat itself"),
@@ -253,24 +240,6 @@ def test_an_error_that_names_the_line(body: Body, message: str) -> None:
         assert_equals_eager(Model(body), _data(), "dp=2", loss=_square)
     is_about_backward = body in (_function_of_a_listed_parameter, _hook)
     assert is_about_backward or f"in {body.__name__}" in error.value.where
-
-
-def test_entries_of_a_batch_in_one_memory_are_not_written_into() -> None:
-    def forward(m: nn.Module, batch: Any) -> Tensor:
-        batch[0].mul_(2)
-        return m(batch[2])  # type: ignore[no-any-return]
-
-    x, y = _data()[0]
-    model = Model(lambda m, x: m.b(m.a(x)))
-    with pytest.raises(CaptureError, match="'0' and '2' of the batch share memory"):
-        mw.compile(
-            model,
-            loss=_square,
-            example=(x, y, x),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            mesh="dp=2",
-            forward=forward,
-        )
 
 
 def test_compile_where_tensors_hold_no_data() -> None:

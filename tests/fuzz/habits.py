@@ -239,7 +239,7 @@ class Conv(nn.Module):
         )
         self.bn = nn.BatchNorm1d(
             c,
-            momentum=chance.choice([0.1, 0.1, None]),
+            momentum=chance.choice([0.1, 0.1, 0.3]),
             affine=chance.random() < 0.7,
             track_running_stats=chance.random() < 0.8,
         )

@@ -11,21 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.record import storage_of
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop import pytree
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors of a batch by name, its other contents (`rest`: whole containers if they contain no tensor), how to
-    rebuild a batch from other tensors and another rest, and the order of both in it."""
+    """The tensors of a batch by name, its other contents (`rest`: whole containers if they contain no tensor), and
+    how to rebuild a batch from other tensors and another rest."""
 
     names: tuple[str, ...]
     tensors: tuple[Tensor, ...]
     rest: Mapping[str, Any]
     join: Callable[[Mapping[str, Any]], Any] = field(repr=False)
-    order: tuple[str, ...] = ()
 
     @staticmethod
     def of(batch: Any) -> Batch:
@@ -44,17 +42,12 @@ class Batch:
         rest = {name: leaf for name, leaf in values.items() if name not in tensors}
         order = tuple(values)
         join = lambda new: _closed(whole, pytree.tree_unflatten([new[name] for name in order], tree))  # noqa: E731
-        return Batch(tuple(tensors), tuple(tensors.values()), rest, join, order)
+        return Batch(tuple(tensors), tuple(tensors.values()), rest, join)
 
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Names and shapes of the tensors."""
         return tuple((n, tuple(t.shape)) for n, t in zip(self.names, self.tensors, strict=True))
-
-    def shared(self) -> tuple[str, ...]:
-        """Names of the tensors that share a storage."""
-        storages = [storage_of(t) for t in self.tensors]
-        return tuple(n for n, storage in zip(self.names, storages, strict=True) if storages.count(storage) > 1)
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
         """The batch with these tensors, in the order of `names`."""
@@ -62,7 +55,7 @@ class Batch:
 
     def replace(self, rest: Mapping[str, Any]) -> Batch:
         """The same tensors beside another rest."""
-        return Batch(self.names, self.tensors, {**self.rest, **rest}, self.join, self.order)
+        return Batch(self.names, self.tensors, {**self.rest, **rest}, self.join)
 
     def split(self, parts: int) -> list[tuple[Tensor, ...]]:
         """The tensors of each of `parts` equal microbatches: cut along dim 0 if they have the batch's size. Raises

@@ -1,33 +1,26 @@
 """The assumption of a captured step: the model does the same in every step, whatever the numbers in its tensors.
 
-Capture runs forward, loss and backward twice on fake tensors, the second time on the Python state that the first run
-left. Both runs must run the same ops on the same operands, and leave the same state: then every later step does so,
-too. After that the model is restored.
+Capture runs forward, loss and backward twice on fake tensors, the second time on the attributes that the first run
+left. Both runs must run the same ops on the same operands, and leave the same attributes: then every later step does
+so, too. After that the attributes are restored.
 """
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch
+from meshweave.capture.module_state import MISSING, ModuleState, is_plain, shown
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.record import Constant, Difference, Record, RecordedValue
-from meshweave.capture.rest import Form, difference, forms_of
-from meshweave.capture.snapshot import Snapshot, generator_state, same, set_generator_state, shown
-from meshweave.capture.unread import WasRead
-from meshweave.capture.variables import MISSING
 from meshweave.errors import CaptureError, MeshweaveError
 
-_ONCE = "ops, numbers and Python state that are the same in every step"
+_ONCE = "ops, numbers and attributes that are the same in every step"
 _HINT = (
     "keep state between steps in a buffer (a counter: self.register_buffer('step', torch.zeros((), dtype=torch.long)) "
     "in __init__, self.step += 1 in forward, torch.where(self.step > 10, a, b) for a branch), draw random numbers with "
@@ -39,18 +32,16 @@ _HINT = (
 class Contract:
     """The record of a captured step, and how to run it again, up to its gradients, on fake tensors.
 
-    `again(record, batch)` runs them; `roots` are the objects whose state they can reach, the model by that name.
-    `batch` is the example, with fake tensors. Some of its entries are `written` in place, and some are `strided`: the
-    step may depend on their memory layout.
+    `again(record, batch)` runs them; `roots` are the modules whose attributes they can reach, the model by that name.
+    `batch` is the example, with fake tensors. `written` are the places of attributes that forward assigns.
     """
 
-    roots: Mapping[str, Any]
+    roots: Mapping[str, nn.Module]
     batch: Batch
     inputs: Sequence[Tensor]
     again: Callable[[Record, Batch], None]
     outputs: ModelOutputs | None = None  # what the model returns, if the program returns it
-    written: frozenset[str] = frozenset()
-    strided: frozenset[str] = frozenset()
+    written: set[str] = field(default_factory=set)
     record: Record = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,35 +49,43 @@ class Contract:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """The block traces the step into `record`; then forward, loss and backward run again on the state that it left.
-        In any case Python state and random number generators are restored at the end. Raises CaptureError, with the
+        """The block traces the step into `record`; then forward, loss and backward run again on the attributes that it
+        left. In any case attributes and random number generators are restored at the end. Raises CaptureError, with the
         user's line, if the second run differs."""
-        forms = forms_of(self.batch.rest)
         try:
-            with self._restoring() as (before, generators):
+            with self._restoring() as before:
                 yield
-                _check_generators(generators)
-                self._settle(before, self.record, self.batch)
-                _check_rest(forms, forms_of(self.batch.rest))
+                self._repeat(before, self.record, self.batch)
         finally:
             self.record.release()
 
     def difference(self, batch: Batch) -> Difference | None:
-        """Run the step on fake tensors in the present state: the first op that differs from the captured one, or None.
-        Its changes to Python state are undone."""
-        record = Record(self._inputs(batch), expected=self.record)
+        """Run the step on fake tensors for a batch, in the present state of the modules: the first op that differs from
+        the captured one, or None. Its changes to attributes are undone."""
+        like = self._fake(batch)
+        record = Record(self._inputs(like), expected=self.record)
         try:
-            with self._restoring() as (before, generators):
-                self.again(record, batch)
-                _check_generators(generators)
-                self._settle(before, record, batch)
+            with self._restoring() as before:
+                self.again(record, like)
+                self._repeat(before, record, like)
         except Difference as difference:
             return difference
         except MeshweaveError as error:
             return Difference(error.where, f"{error.what} ({error.got})", "what was captured")
-        except WasRead as error:  # outside of the run, which compares the state
-            return Difference("", str(error), "what was captured")
         return None
+
+    def _fake(self, batch: Batch) -> Batch:
+        """A batch with the example's fake tensors; entries that the example lacks stay as they are."""
+        own = dict(zip(batch.names, batch.tensors, strict=True))
+        known = dict(zip(self.batch.names, self.batch.tensors, strict=True))
+        fakes = [
+            fake
+            if fake.requires_grad == own[name].requires_grad
+            else fake.detach().requires_grad_(not fake.requires_grad)
+            for name, fake in known.items()
+        ]
+        more = {name: tensor for name, tensor in own.items() if name not in known}
+        return Batch(self.batch.names, tuple(fakes), {**batch.rest, **more}, batch.join)
 
     def _inputs(self, batch: Batch) -> list[Tensor]:
         """The inputs, with the tensors of a batch instead of the example's."""
@@ -94,85 +93,50 @@ class Contract:
         return [own.get(id(tensor), tensor) for tensor in self.inputs]
 
     @contextmanager
-    def _restoring(self) -> Iterator[tuple[Snapshot, dict[Any, Any]]]:
-        """Restore Python state and random number generators at the end of the block; yields both as they are before
-        it."""
-        before = Snapshot.of(self.roots)
-        generators = {g: generator_state(g) for g in (*_global_generators(), *before.generators)}
+    def _restoring(self) -> Iterator[ModuleState]:
+        before = ModuleState(self.roots)
         try:
-            yield before, generators
+            yield before
         finally:
             before.restore()
-            for generator, state in generators.items():
-                set_generator_state(generator, state)
 
-    def _settle(self, before: Snapshot, first: Record, batch: Batch) -> None:
+    def _repeat(self, before: ModuleState, first: Record, batch: Batch) -> None:
         """Run the step again on the state that the run `first` has left.
         Raises CaptureError unless it does the same and leaves the same state."""
-        changes = [] if before.is_current() else before.changes()
-        between = _canonical(Snapshot.of(self.roots), first) if changes else None
+        if generator := before.used_generator():
+            raise CaptureError(
+                "the model draws random numbers outside of PyTorch, which would be the same in every step",
+                got=f"the step used a generator of {generator}",
+                expected="random numbers of PyTorch (torch.rand, dropout)",
+                hint="draw them with torch, or outside of the model and pass them in the batch as tensors",
+            )
+        changes = before.changes()
+        between = {place: first.canonical(new) for place, (_, new) in changes.items()}
         second = Record(self._inputs(batch), expected=first)
         try:
             self.again(second, batch)
         except Difference as difference:
             is_stale = "of the previous step" in difference.got
+            texts = (f"{place}: {shown(old)} -> {shown(new)}" for place, (old, new) in changes.items())
             raise CaptureError(
                 "the model uses a value of the previous step" if is_stale else "the model does not repeat itself",
                 where=difference.where,
                 got=f"in the first run {difference.expected}, in the second {difference.got}"
-                + "".join(f"; the step has changed {change}" for change in changes[:1]),
+                + "".join(f"; the step has changed {text}" for text in list(texts)[:1]),
                 expected=_ONCE,
                 hint=_HINT,
             ) from None
-        if not before.is_current():
-            _check_state(before, between, _canonical(Snapshot.of(self.roots), second))
+        after = {place: second.canonical(new) for place, (_, new) in before.changes().items()}
+        _check_state(between, after)
+        self.written |= {*between, *after}
 
 
-def _global_generators() -> list[Any]:
-    numpy = sys.modules.get("numpy.random.mtrand")
-    return [random._inst, *([numpy._rand] if numpy is not None else [])]  # type: ignore[attr-defined]
-
-
-def _check_generators(before: Mapping[Any, Any]) -> None:
-    for generator, state in before.items():
-        if pickle.dumps(generator_state(generator)) != pickle.dumps(state):
-            raise CaptureError(
-                "the model draws random numbers outside of PyTorch, which would be the same in every step",
-                got=f"the step used a generator of {type(generator).__module__.partition('.')[0]}",
-                expected="random numbers of PyTorch (torch.rand, dropout)",
-                hint="draw them with torch, or outside of the model and pass them in the batch as tensors",
-            )
-
-
-def _check_rest(before: Mapping[str, Form], after: Mapping[str, Form]) -> None:
-    for name, form in before.items():
-        if (text := difference(form, after[name])) is not None:
-            raise CaptureError(
-                "every step changes an object in the batch",
-                where=f"the batch entry '{name}'",
-                got=text,
-                expected=_ONCE,
-                hint=_HINT,
-            )
-
-
-def _canonical(snapshot: Snapshot, record: Record) -> dict[str, Any]:
-    # The contents of containers have their own places.
-    return {
-        place: type(value) if isinstance(value, _CONTAINERS) else record.canonical(value)
-        for place, value in snapshot.leaves()
-    }
-
-
-def _check_state(before: Snapshot, first: dict[str, Any] | None, second: dict[str, Any]) -> None:
-    """Raises CaptureError if the state after the second run differs from that after the first. A value that each run
+def _check_state(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Raises CaptureError if what the second run leaves differs from what the first has left. A value that each run
     computes anew counts as equal to the constant that the first run leaves."""
-    if first is None:
-        first = {change.place: change.old for change in before.changes()}
-        second = {change.place: change.new for change in before.changes()}
     for place in {**first, **second}:
         old, new = first.get(place, MISSING), second.get(place, MISSING)
-        if not _alike(old, new):
+        if not _is_same(old, new):
             raise CaptureError(
                 "every step changes the Python state of the model",
                 where=place,
@@ -186,18 +150,14 @@ def _text(value: Any) -> str:
     return repr(value) if isinstance(value, RecordedValue | Constant) else shown(value)
 
 
-def _alike(a: Any, b: Any) -> bool:
-    if same(a, b):
+def _is_same(a: Any, b: Any) -> bool:
+    """Objects that are neither numbers nor tensors count as the same if they are of one class."""
+    if a is b:
         return True
-    if type(a) is not type(b) or type(a) in _BY_VALUE:
+    if type(a) is not type(b):
         return False
-    # Also names of other objects, except values of the standard library: times, fractions, paths.
-    return type(a).__module__ not in sys.stdlib_module_names or not _has_equality(type(a))
-
-
-def _has_equality(kind: type) -> bool:
-    return getattr(kind, "__eq__", None) is not getattr(object, "__eq__", None)
-
-
-_CONTAINERS = (list, dict, set, deque)
-_BY_VALUE = (int, float, bool, str, bytes, complex, type, RecordedValue, Constant)
+    if isinstance(a, RecordedValue | Constant):
+        return bool(a == b)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    return not is_plain(a) or repr(a) == repr(b)

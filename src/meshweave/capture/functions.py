@@ -8,18 +8,17 @@ over the batch).
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from meshweave.capture.indexing import INDEXING
 from meshweave.capture.losses import LOSSES
-from meshweave.capture.record import OF_AN_ARRAY, storage_of
+from meshweave.capture.record import storage_of
 from meshweave.capture.trace import user_line
 from meshweave.errors import CaptureError
 from meshweave.interop import pytree
@@ -103,7 +102,7 @@ def _batch_norm(
     running_mean: Tensor | None,
     running_var: Tensor | None,
     training: bool,
-    momentum: float | Tensor,
+    momentum: float,
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Tensor:
@@ -132,7 +131,7 @@ def _normalized(
     affine: tuple[Tensor | None, Tensor | None],
     running: tuple[Tensor | None, Tensor | None],
     training: bool,
-    momentum: float | Tensor,
+    momentum: float,
     eps: float,
 ) -> Tensor:
     """`input` minus its mean over dims `over`, divided by its standard deviation over them; vectors are along dim 1. If
@@ -151,21 +150,13 @@ def _normalized(
         count = math.prod(input.shape[d] for d in over)
         with torch.no_grad():
             seen = [s if 0 in over else s.mean(0) for s in (mean, var)]
-            _average(running_mean, seen[0].flatten(), momentum, 1.0)
-            _average(running_var, seen[1].flatten(), momentum, count / max(count - 1, 1))
+            running_mean.mul_(1 - momentum).add_(seen[0].flatten(), alpha=momentum)
+            running_var.mul_(1 - momentum).add_(seen[1].flatten(), alpha=momentum * count / max(count - 1, 1))
     out = centred * torch.rsqrt(var + eps)
     weight, bias = affine
     out = out if weight is None else out * weight.view(wide)
     out = out if bias is None else out + bias.view(wide)
     return out.to(input.dtype)
-
-
-def _average(running: Tensor, seen: Tensor, momentum: float | Tensor, scale: float) -> None:
-    if isinstance(momentum, Tensor):
-        factor = momentum.to(running.dtype)
-        running.mul_(1 - factor).add_(seen * (factor * scale))
-    else:
-        running.mul_(1 - momentum).add_(seen, alpha=momentum * scale)
 
 
 def _functional_batch_norm(
@@ -175,7 +166,7 @@ def _functional_batch_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     training: bool = False,
-    momentum: float | Tensor = 0.1,
+    momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
     return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
@@ -201,7 +192,6 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, True)[0]
 
 
-_BATCH_NORM = nn.BatchNorm1d.forward.__code__  # of all BatchNorms
 _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
@@ -225,7 +215,6 @@ _LEAVES = frozenset(
 
 # Ways to read or change a tensor that no trace can see: the description, and what to do instead.
 _ARRAYS = (Tensor.numpy, Tensor.__array__)
-_DLPACK = (Tensor.__dlpack__, torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
     _SET_DATA: (
@@ -236,14 +225,7 @@ _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
     **dict.fromkeys(
         _ARRAYS, ("turns a tensor into a NumPy array", "compute with torch, or pass NumPy's result in the batch")
     ),
-    **dict.fromkeys(_DLPACK, ("passes a tensor by DLPack", "compute with torch only")),
 }
-
-
-# Functions that depend on a tensor's memory layout.
-_OF_STRIDES = frozenset(
-    {Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset, Tensor.as_strided, torch.as_strided}
-)
 
 
 def _check_seen(func: Any, x: Any) -> None:
@@ -254,49 +236,18 @@ def _check_seen(func: Any, x: Any) -> None:
     raise CaptureError(f"the model or the loss {what}", where=user_line(), hint=hint)
 
 
-class CumulativeAverages:
-    """BatchNorm(momentum=None) passes 1 / float(number of batches so far) as momentum. That number changes with every
-    step: its place is taken by a power of two that no other code passes, and the quotient by a tensor of the trace.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[float, Tensor] = {}
-
-    def count(self, num_batches: Tensor) -> float:
-        """The number for a count of batches."""
-        number = 2.0 ** (600 + len(self._counts))
-        self._counts[1.0 / number] = num_batches
-        return number
-
-    def factor(self, momentum: float) -> float | Tensor:
-        """1 / count for the reciprocal of a number of `count`; any other momentum unchanged."""
-        count = self._counts.get(momentum)
-        return momentum if count is None else 1.0 / count.double()
-
-
 class CapturedFunctions(TorchFunctionMode):
     """While active, the functions of the table are replaced; all others pass through.
 
     Tensors are replaced, too: `substituted` are pairs of a user's parameter or buffer and its substitute in the trace.
     A function that gets the former, from a closure or a list, runs on the latter. A function that would read or change
-    a tensor outside the trace is a CaptureError; `protected` are the storages into which no op may write from then on,
-    because an array shares their memory. A value assigned to `.data` of a parameter in `frozen` is written into it.
-    `batch` are the names of entries of the batch by the ids of their tensors; `strided` are those whose memory layout
-    was read.
+    a tensor outside the trace is a CaptureError; a NumPy array of a constant is read-only. A value assigned to `.data`
+    of a parameter in `frozen` is written into it.
     """
 
-    def __init__(
-        self,
-        substituted: Iterable[tuple[Tensor, Tensor]] = (),
-        protected: dict[int, str] | None = None,
-        batch: Mapping[int, str] | None = None,
-        frozen: Iterable[Tensor] = (),
-    ) -> None:
+    def __init__(self, substituted: Iterable[tuple[Tensor, Tensor]] = (), frozen: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self._cumulative = CumulativeAverages()
         self._frozen = {id(tensor): tensor for tensor in frozen}
-        self._batch, self.strided = batch or {}, set[str]()
-        self._protected = protected
         substituted = list(substituted)
         self._stand_ins = {id(tensor) for pair in substituted for tensor in pair}
         self._substituted = {id(own): (own, traced) for own, traced in substituted}
@@ -305,8 +256,6 @@ class CapturedFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return f"<{args[0].dtype} of shape {tuple(args[0].shape)}>"  # the step is logged while it is captured
-        if func in _OF_STRIDES and id(args[0]) in self._batch:
-            self.strided.add(self._batch[id(args[0])])
         # Parameters and buffers are checked when the step has run.
         if func in _PAST_THE_TRACE and not (func == _SET_DATA and id(args[0]) in self._stand_ins):
             _check_seen(func, args[0])
@@ -315,14 +264,9 @@ class CapturedFunctions(TorchFunctionMode):
         if func == _SET_DATA and self._is_value_for(*args):
             with torch.no_grad():
                 return args[0].copy_(args[1])
-        if func is Tensor.__float__ and sys._getframe(1).f_code is _BATCH_NORM:
-            return self._cumulative.count(args[0])
-        if func is F.batch_norm:
-            args, kwargs = pytree.tree_map_only(float, self._cumulative.factor, (args, kwargs))
         result = _TABLE.get(func, func)(*args, **kwargs)
-        if func in _ARRAYS and self._protected is not None:
+        if func in _ARRAYS:
             result.flags.writeable = False
-            self._protected[storage_of(args[0])] = OF_AN_ARRAY
         return result
 
     def _is_value_for(self, x: Tensor, value: Tensor) -> bool:

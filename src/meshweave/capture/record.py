@@ -28,7 +28,6 @@ aten = torch.ops.aten
 _MAX_COPIED = 1 << 20
 
 REGISTER = "register it in the model with register_buffer (persistent=False keeps it out of checkpoints)"
-OF_AN_ARRAY = "a NumPy array shares the memory: clone() the tensor first"
 SILENT = ("prim", "profiler")  # ops that query a tensor's device, and labels of a profile
 
 Entry = tuple[Any, ...]
@@ -216,8 +215,6 @@ class Record:
         shared = {storage_of(t) for t in operands}
         if func is aten.lift_fresh.default:
             shared = set()
-            if any(_is_of_others(t) for t in operands):
-                self.protected.update((storage_of(t), OF_AN_ARRAY) for t in results)
         self._storages.update((s, self.call) for s in map(storage_of, results) if s not in shared)
 
     def _canonical(self, value: Any, targets: Sequence[Tensor]) -> Any:
@@ -269,11 +266,6 @@ def storage_of(tensor: Tensor) -> int:
     return storage_key(tensor) if tensor.layout == torch.strided else id(tensor)
 
 
-def _is_of_others(tensor: Tensor) -> bool:
-    """Whether the memory is not PyTorch's own, as with torch.from_numpy."""
-    return tensor.layout == torch.strided and not tensor.is_meta and not tensor.untyped_storage().resizable()
-
-
 def _copy(tensor: Tensor) -> Tensor:
     with without_modes(), torch.no_grad():
         return tensor.detach().clone()
@@ -285,13 +277,11 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     with without_modes():
         if a.is_meta:
             return True
-        if not torch.equal(a, b) and not bool(((a == b) | ((a != a) & (b != b))).all()):
-            return False
-        return not a.dtype.is_floating_point or not bool(((a == 0) & (a.signbit() != b.signbit())).any())
+        return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _agree(a: Any, b: Any) -> bool:
-    """Equality in which NaN equals itself, 1 equals neither 1.0 nor True, and 0.0 does not equal -0.0."""
+    """Equality in which NaN equals itself, and 1 equals neither 1.0 nor True."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_agree, a, b))
     if isinstance(a, float | complex) and type(a) is type(b):

@@ -11,9 +11,6 @@ import torch.distributions.distribution
 import torch.nn.init
 import torch.nn.modules.adaptive
 import torch.nn.modules.batchnorm
-from torch import nn
-
-from meshweave.errors import CaptureError
 
 _DYNAMIC = (
     "the shape of a result depends on data",
@@ -81,6 +78,8 @@ _LOOKS = {
     "before compile",
     torch.nn.init.__file__: "fill parameters in __init__; nn.init.trunc_normal_ draws again until its numbers are "
     "within bounds: noise cut at 2 std is torch.erfinv(torch.empty(n).uniform_(-0.9545, 0.9545)) * 2**0.5 * std",
+    torch.nn.modules.batchnorm.__file__: "BatchNorm(momentum=None) computes a number from its buffer "
+    "num_batches_tracked: set momentum to a number, such as 0.1",
     "torch_compilable_check": "set the environment variable TRANSFORMERS_DISABLE_TORCH_CHECK=1: transformers then "
     "trusts the batch, as under torch.compile",
 }
@@ -110,28 +109,3 @@ def branch_hint() -> str:
             return hint
         frame = frame.f_back
     return _BRANCH
-
-
-# Wrappers that communicate by themselves, by the names of their classes (and of the packages that have them).
-_WRAPPERS = {
-    "DistributedDataParallel": ("torch", "pass the plain model (wrapper.module) with mesh='dp=N'"),
-    "DataParallel": ("torch", "pass the plain model (wrapper.module) with mesh='dp=N'"),
-    "FullyShardedDataParallel": ("torch", "pass the plain model, before FSDP(...), with mesh='fsdp=N'"),
-    "FSDPModule": ("torch", "pass the plain model, without fully_shard(...), with mesh='fsdp=N'"),
-    "DeepSpeedEngine": ("deepspeed", "pass the plain model, before deepspeed.initialize(...), with mesh='fsdp=N'"),
-}
-
-
-def check_unwrapped(model: nn.Module) -> None:
-    """CaptureError for a model in a wrapper of another library that communicates by itself."""
-    for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            package, hint = _WRAPPERS.get(kind.__name__, ("", ""))
-            if package and kind.__module__.partition(".")[0] == package:
-                raise CaptureError(
-                    "the model, or a part of it, communicates by itself",
-                    where=f"module '{name}'",
-                    got=kind.__name__,
-                    expected="the plain model: meshweave adds all communication",
-                    hint=f"{hint} (docs/migrate.md); of Accelerate: prepare_model(model, evaluation_mode=True)",
-                )

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from meshweave.capture.after_forward import check_hooks, check_leaves, check_parameters
-from meshweave.capture.aliases import check_aliases
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions
+from meshweave.capture.model_checks import check_aliases, check_hooks, check_leaves, check_parameters
+from meshweave.capture.module_state import module_roots
 from meshweave.capture.normalize import Normalizer, normalize
 from meshweave.capture.optimizer_graph import UpdateValue
 from meshweave.capture.optimizers import OptimizerSpec
@@ -194,7 +194,6 @@ def _captured(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = fake_inputs(inputs, source.model, example, mode)
     batch = Batch.of(example)
-    shared = batch.shared()
     outputs: list[tuple[str, str]] = []
     updated: list[str] = []  # parameters
 
@@ -203,22 +202,20 @@ def _captured(
         values.batch = dict(zip(batch.names, batch.tensors, strict=True))
         tracker = Provenance(values.scalars["draw"], options.seed, record, None, overwritten)
         with capture_errors(), tracker:
-            _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, shared, is_second=True).run()
+            _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, is_second=True).run()
 
     named = by_kind(inputs, fakes).batch
-    batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join, batch.order)
-    roots = {"model": source.model, "loss": source.loss, "forward": source.forward}
+    batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join)
+    roots = module_roots(model=source.model, loss=source.loss, forward=source.forward)
     contract = Contract(roots, batch, fakes, again)
 
     def step(tracer: GraphTracer, *flat: Tensor) -> list[Tensor]:
         values = by_kind(inputs, flat)
         tracker = Provenance(values.scalars["draw"], options.seed, contract.record, tracer, overwritten)
         with tracker, contract.record.without_stale_constants(overwritten):
-            run = _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, shared)
+            run = _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer)
             results, grads = run.run()
             contract.outputs = run.returned
-            contract.written = frozenset(n for n, t in values.batch.items() if storage_of(t) in contract.record.written)
-            contract.strided = contract.written | frozenset(run.strided)
         outputs[:] = list(results)
         updated[:] = list(grads)
         # Parameters too, as forward leaves them: it may have changed them in place.
@@ -239,8 +236,7 @@ def _captured(
 class _StepRun:
     """A run of a step under the tracer. A second run, for comparison, ends with the backward pass.
 
-    `shared` are the names of batch entries that share memory, so that a write to an entry changes another. `tensors`
-    replace the model's parameters and buffers; gradients are with respect to `leaves`.
+    `tensors` replace the model's parameters and buffers; gradients are with respect to `leaves`.
     """
 
     source: StepSource
@@ -249,10 +245,8 @@ class _StepRun:
     tracker: Provenance
     values: StepValues
     optimizer: OptimizerSpec | None
-    shared: Sequence[str] = ()
     is_second: bool = False
     returned: ModelOutputs | None = None  # how to rebuild the model's outputs
-    strided: set[str] = field(default_factory=set)  # batch entries whose memory layout was read
     leaves: dict[str, Tensor] = field(init=False)
     buffers: dict[str, Tensor] = field(init=False)
     tensors: dict[str, Tensor] = field(init=False)
@@ -290,21 +284,15 @@ class _StepRun:
         self.frozen = {n for n in self.leaves if not wanted[n] and self.tensors[n] is self.leaves[n]}
         kept = [n for n in self.leaves if options.accumulate > 1 or n not in trained | self.frozen]
         kept_storages = (storage for n in kept for storage in (self.storages[n], storage_of(self.leaves[n])))
-        names = " and ".join(f"'{name}'" for name in self.shared)
-        sharing = f"{names} of the batch share memory: clone() the entry that is written"
-        shared = {storage_of(self.values.batch[name]): sharing for name in self.shared}
         frozen = {self.storages[n]: _FROZEN_AND_ACCUMULATED for n in self.frozen if options.accumulate > 1}
-        tracker.record.protected = {**dict.fromkeys(kept_storages, REGISTER), **frozen, **shared}
+        tracker.record.protected = {**dict.fromkeys(kept_storages, REGISTER), **frozen}
         known = (*source.model.named_parameters(), *source.model.named_buffers())
         # the first run may have given the model a new buffer
         own = [(t, self.tensors[n]) for n, t in known if n in self.tensors]
         tracker.substituted = {id(t): n for n, t in known}
         for name in self.leaves:
             pass_for_parameter(self.tensors[name])
-        names_of = {id(tensor): name for name, tensor in self.values.batch.items()}
-        settable = [self.tensors[n] for n in self.frozen]
-        functions = CapturedFunctions(own, tracker.record.protected, names_of, settable)
-        self.strided = functions.strided
+        functions = CapturedFunctions(own, [self.tensors[n] for n in self.frozen])
         with functions, tracker.inside(source.model), source.hooks(source.model):
             body = self.forward_and_backward if options.part == "train" else self.forward_alone
             return Substituted.run(source.model, self.tensors, body)  # type: ignore[no-any-return]

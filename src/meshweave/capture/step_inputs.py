@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch
-from meshweave.capture.guards import check_shapes
+from meshweave.capture.model_checks import check_shapes
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.trace import fake_like
 from meshweave.errors import CaptureError
