@@ -195,8 +195,8 @@ class Guards:
             for method, before, now in zip(TENSOR_HOOKS.values(), old[1:], new[1:], strict=True):
                 if (before or {}) != (now or {}):
                     raise _changed(f"{method} on the parameter '{name}'", "no such hook", "a hook, which would not run")
-        for (place, tensor), old, new in zip(self.tensors, self.versions, self._versions(), strict=True):
-            if old != new and place not in self.written:
+        for (place, tensor), before, now in zip(self.tensors, self.versions, self._versions(), strict=True):
+            if before != now and place not in self.written:
                 raise _changed(place, "the values at compile", f"{shown(tensor)} with other values")
         self.versions = self._versions()
 
