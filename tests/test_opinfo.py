@@ -28,13 +28,21 @@ REFUSED = {
     "as_strided.partial_views": STRIDES,
     "as_strided_copy": "no sharding rule for aten.as_strided_copy",
     "as_strided_scatter": "no sharding rule for aten.as_strided_scatter",
+    "cauchy": "aten.cauchy_.default has no mesh-independent form",
     "combinations": DATA,
     "equal": DATA,
+    "geometric": "aten.geometric_.default has no mesh-independent form",
     "istft": STRIDES,
     "item": CONTROL,
+    "linalg.ldl_factor": "no sharding rule for aten.linalg_ldl_factor_ex",
+    "linalg.ldl_factor_ex": "no sharding rule for aten.linalg_ldl_factor_ex",
+    "linalg.ldl_solve": "no sharding rule for aten.linalg_ldl_solve",
     "linalg.lstsq": DATA,
     "linalg.lstsq.grad_oriented": DATA,
     "masked_select": DATA,
+    "nn.functional.bilinear": "no sharding rule for aten._trilinear",
+    "nn.functional.fractional_max_pool2d": "no sharding rule for aten.fractional_max_pool2d",
+    "nn.functional.fractional_max_pool3d": "no sharding rule for aten.fractional_max_pool3d",
     "nn.functional.linear_cross_entropy.chunked": "no sharding rule for torch_nn._linear_cross_entropy_batch_chunked",
     "nn.functional.linear_cross_entropy.chunked_none": "no sharding rule for torch_nn._linear_cross_entropy_batch",
     "nonzero": DATA,
@@ -43,8 +51,7 @@ REFUSED = {
     "to_sparse": "no sharding rule for aten._to_sparse",
 }
 RANDOM = {
-    "bernoulli", "nn.functional.dropout", "nn.functional.rrelu", "uniform", "exponential", "geometric", "cauchy",
-    "log_normal", "multinomial", "normal", "normal.number_mean", "randint_like",
+    "bernoulli", "nn.functional.dropout", "nn.functional.rrelu", "uniform", "exponential", "log_normal", "multinomial", "normal", "normal.number_mean", "randint_like",
 }  # fmt: skip
 SKIPPED = {"sparse.sampled_addmm", "sparse.mm.reduce"}  # layouts of memory, which are not what a mesh divides
 
@@ -157,7 +164,6 @@ QUICK = [
     "linalg.solve",
     "linalg.svd",
     "nanmedian",
-    "nn.functional.bilinear",
     "nn.functional.embedding_bag",
     "nn.functional.max_unpool2d",
     "nn.functional.pixel_shuffle",

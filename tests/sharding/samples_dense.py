@@ -55,8 +55,6 @@ ARITHMETIC = [
     sample(aten._prelu_kernel_backward.default, F(2, 5, 4), F(2, 5, 4), F(5, 1)),
     sample(aten.log_sigmoid_forward.default, R(5, 4), exact=False),
     sample(aten.frexp.Tensor, R(5, 4)),
-    sample(aten._standard_gamma_grad.default, P(5, 4), P(5, 4), exact=False),
-    sample(aten._dirichlet_grad.default, P(5, 4), P(5, 4), P(5, 4), exact=False),
     sample(aten._conj.default, F(5, 4, dtype=torch.complex64)),
     sample(aten._neg_view.default, F(5, 4)),
     sample(aten.polar.default, P(5, 4), R(5, 1), exact=False),

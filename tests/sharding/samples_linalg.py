@@ -40,11 +40,6 @@ def _reflectors(g: torch.Generator) -> list[Any]:
     return [a, tau, torch.randn(5, 3, 3, generator=g)]
 
 
-def _ldl(g: torch.Generator) -> list[Any]:
-    factors, pivots = torch.linalg.ldl_factor(_positive(g))
-    return [factors, pivots, torch.randn(5, 3, 2, generator=g)]
-
-
 def _ctc(g: torch.Generator) -> list[Any]:
     """Of full length each: what lies beyond the length of a sequence is memory as it was."""
     return [torch.randn(6, 3, 5, generator=g).log_softmax(-1), torch.randint(1, 5, (3, 2), generator=g)]
@@ -113,8 +108,6 @@ LINALG = [
     made(aten.linalg_lu_solve.default, _factored),
     made(aten.lu_unpack.default, lambda g: _factored(g)[:2]),
     made(aten.linalg_lu.default, _with(_itself)),
-    made(aten.linalg_ldl_factor_ex.default, _with(_itself)),
-    made(aten.linalg_ldl_solve.default, _ldl),
     sample(aten.linalg_matrix_exp.default, F(5, 3, 3), exact=False),
     sample(aten.linalg_qr.default, F(5, 4, 3), exact=False),
     made(aten.linalg_householder_product.default, lambda g: _reflectors(g)[:2]),

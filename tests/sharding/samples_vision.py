@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.sharding.conformance import F, I, Made, P, R, Sample, made, sample
+from tests.sharding.conformance import F, I, P, R, Sample, sample
 
 aten = torch.ops.aten
 
@@ -14,18 +14,6 @@ _STRIDED: tuple[Any, ...] = ([2], [1], [1], False, [0], 1)
 _TRANSPOSED: tuple[Any, ...] = ([2, 2], [1, 1], [1, 1], True, [1, 1], 1)
 _GROUPED: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1], False, [0, 0], 2)
 _VOLUME: tuple[Any, ...] = ([1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1)
-
-
-def _fractional(spatial: int) -> Made:
-    """The backward op's arguments, with the places that forward chose."""
-
-    def build(g: torch.Generator) -> list[Any]:
-        x, draws = torch.randn(2, 3, *[4] * spatial, generator=g), torch.rand(2, 3, spatial, generator=g)
-        forward = aten.fractional_max_pool2d if spatial == 2 else aten.fractional_max_pool3d
-        out, indices = forward(x, [2] * spatial, [2] * spatial, draws)
-        return [torch.randn(out.shape, generator=g), x, [2] * spatial, [2] * spatial, indices]
-
-    return build
 
 
 _TO_INPUT, _TO_WEIGHT = [True, False, False], [False, True, False]
@@ -86,10 +74,6 @@ PLANES = [
     ),
     sample(aten._adaptive_avg_pool3d.default, F(3, 2, 4, 4, 4), [2, 2, 2]),
     sample(aten._adaptive_avg_pool3d_backward.default, F(3, 2, 2, 2, 2), F(3, 2, 4, 4, 4)),
-    sample(aten.fractional_max_pool2d.default, F(2, 3, 6, 6), [2, 2], [3, 3], P(2, 3, 2)),
-    sample(aten.fractional_max_pool3d.default, F(2, 3, 4, 4, 4), [2, 2, 2], [2, 2, 2], P(2, 3, 3)),
-    made(aten.fractional_max_pool2d_backward.default, _fractional(2)),
-    made(aten.fractional_max_pool3d_backward.default, _fractional(3)),
     sample(aten.max_pool2d_with_indices.default, R(5, 4, 4), [2, 2], [2, 2]),
     sample(aten.max_pool2d_with_indices.default, R(3, 5, 4, 4), [2, 2], [2, 2]),
     sample(

@@ -19,7 +19,11 @@ aten = torch.ops.aten
 
 _LOOKUPS = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})
 _WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
-_OF_NUMBERS = frozenset({aten.triu_indices.default, aten.tril_indices.default})
+_OF_NUMBERS = frozenset(
+    {aten.triu_indices.default, aten.tril_indices.default}
+    | {aten.hann_window.periodic, aten.hamming_window.periodic, aten.blackman_window.periodic}
+    | {aten.hann_window.default, aten.hamming_window.default, aten.blackman_window.default}
+)
 
 
 def is_computed_at_capture(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

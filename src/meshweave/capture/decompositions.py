@@ -181,38 +181,6 @@ def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
     return _added(bias, aten.sum.dim_IntList(aten.bmm(a, b), [0]), beta, alpha)
 
 
-def _trilinear(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    expand_a: Sequence[int],
-    expand_b: Sequence[int],
-    expand_c: Sequence[int],
-    sums: Sequence[int],
-    unroll: int = 1,
-) -> Tensor:
-    """The product of three operands, each with dims of size 1 inserted where `expand` says, summed over `sums`."""
-    product: Tensor | None = None
-    for x, dims in ((a, expand_a), (b, expand_b), (c, expand_c)):
-        for dim in dims:
-            x = x.unsqueeze(dim)
-        product = x if product is None else product * x
-    assert product is not None
-    return aten.sum.dim_IntList(product, list(sums)) if sums else product
-
-
-def _window(*coefficients: float) -> Callable[..., Tensor]:
-    """A cosine window, as in torch's hann_window and similar functions."""
-
-    def make(size: int, periodic: bool = True, **options: Any) -> Tensor:
-        dtype, device = options.get("dtype") or torch.get_default_dtype(), options.get("device")
-        angle = torch.arange(size, dtype=dtype, device=device) * (2 * torch.pi / max(size - (not periodic), 1))
-        waves = [c * torch.cos(i * angle) for i, c in enumerate(coefficients) if i]
-        return coefficients[0] + sum(waves, torch.zeros_like(angle)) if size > 1 else torch.ones_like(angle)
-
-    return make
-
-
 def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
     flat = aten.index_put.default(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
     return flat.reshape(x.shape)
@@ -233,14 +201,6 @@ def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[
     return loss, is_target.to(x.dtype).reshape(target.shape)
 
 
-def _max_unpool(x: Tensor, indices: Tensor, size: Sequence[int], spatial: int) -> Tensor:
-    """Each plane's values, written at `indices`, on zeros."""
-    planes = x.shape[: x.dim() - spatial]
-    flat = torch.zeros((*planes, prod(size)), dtype=x.dtype, device=x.device)
-    at, values = (t.reshape(*planes, -1) for t in (indices, x))
-    return aten.scatter.src(flat, len(planes), at, values).reshape(*planes, *size)
-
-
 _FROM_TORCH = (  # names of ops whose decomposition is torch's
     "_log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward nll_loss2d_forward "
     "nll_loss2d_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss "
@@ -253,7 +213,7 @@ _FROM_TORCH = (  # names of ops whose decomposition is torch's
     "addmv addr aminmax block_diag diag_embed dist index_copy index_fill index_reduce linalg_cross nansum renorm "
     "rot90 take trace vdot _weight_norm_interface _unsafe_masked_index _unsafe_masked_index_put_accumulate "
     "expand_copy narrow_copy permute_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy "
-    "view_copy alias_copy pixel_shuffle pixel_unshuffle channel_shuffle"
+    "view_copy alias_copy max_unpool2d max_unpool3d pixel_shuffle pixel_unshuffle channel_shuffle"
 )
 
 _OWN: dict[Any, Callable[..., Any]] = {
@@ -278,19 +238,13 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.index_put.default: _index_put,
     aten.scatter.value: _scatter_value,
     **EMBEDDINGS,
-    **dict.fromkeys((aten.hann_window.default, aten.hann_window.periodic), _window(0.5, -0.5)),
-    **dict.fromkeys((aten.hamming_window.default, aten.hamming_window.periodic), _window(0.54, -0.46)),
-    **dict.fromkeys((aten.blackman_window.default, aten.blackman_window.periodic), _window(0.42, -0.5, 0.08)),
     aten.unsafe_split.Tensor: _split,
     aten.unsafe_split_with_sizes.default: _split_with_sizes,
     aten.std_mean.correction: _std_mean,
     aten.addbmm.default: _addbmm,
-    aten._trilinear.default: _trilinear,
     aten.as_strided.default: as_strided,
     aten.put.default: _put,
     aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
-    aten.max_unpool2d.default: lambda x, indices, size: _max_unpool(x, indices, size, 2),
-    aten.max_unpool3d.default: lambda x, indices, size, *_: _max_unpool(x, indices, size, 3),
     aten.unfold_copy.default: lambda x, *args: aten.unfold.default(x, *args),
     aten.view_as_complex.default: lambda x: torch.complex(aten.select.int(x, -1, 0), aten.select.int(x, -1, 1)),
     aten._efficientzerotensor.default: lambda size, **options: aten.full.default(

@@ -82,11 +82,6 @@ def _random_(mode: Draws, x: Tensor, low: int = 0, high: int | None = None, **_:
     return x.copy_(_integers(mode, x.shape, low, _most(x.dtype) + 1 if high is None else high, torch.int64))
 
 
-def _geometric(mode: Draws, shape: Any, p: float) -> Tensor:
-    """The number of trials, each with probability `p`, until the first success: float64, 1 or more."""
-    return torch.clamp_min(torch.ceil(torch.log(_fine(mode, shape)) / math.log1p(-p)), 1)
-
-
 def _multinomial(mode: Draws, weights: Tensor, num: int, replacement: bool = False, **_: Any) -> Tensor:
     """`num` indices of the last dim, with `weights` that need not add up to 1; weight 0 is drawn only when no others
     are left.
@@ -99,57 +94,6 @@ def _multinomial(mode: Draws, weights: Tensor, num: int, replacement: bool = Fal
     upto = torch.cumsum(wide, -1)
     drawn = _fine(mode, (*weights.shape[:-1], num)) * upto[..., -1:]
     return torch.searchsorted(upto, drawn, right=True)
-
-
-_MOST_HALVINGS = 24  # for a range of 16 deviations and 24: enough for rates below 10**12
-
-
-def _poisson(mode: Draws, rate: Tensor, **_: Any) -> Tensor:
-    """The least k with P(X <= k) above a number in (0, 1), by bisection.
-
-    The range is a little more than 8 deviations to either side of the rate: the probability beyond it is less than
-    2**-48, a cell of the number.
-    """
-    wide, drawn = rate.double(), _fine(mode, rate.shape)
-    reach = 8 * torch.sqrt(wide)
-    below = torch.clamp_min(torch.floor(wide - reach) - 8, 0) - 1
-    above = torch.ceil(wide + reach) + 16
-    for _step in range(_MOST_HALVINGS):
-        middle = torch.floor((below + above) / 2)
-        # P(X <= middle); if the range has a single number left, the middle is `below`, which may be -1.
-        reached = (torch.special.gammaincc(torch.clamp_min(middle, 0) + 1, wide) > drawn) & (middle > below)
-        below, above = torch.where(reached, below, middle), torch.where(reached, middle, above)
-    return above.to(rate.dtype)
-
-
-_TRIES = 12  # a try fails with probability 0.05 at most: that all fail is less likely than 2**-48, a cell of `_fine`
-
-
-def _log_gamma(mode: Draws, alpha: Tensor) -> Tensor:
-    """The logarithm of a gamma variable of shape `alpha` and scale 1, float64: the first accepted of some tries
-    (Marsaglia and Tsang, ACM Transactions on Mathematical Software 26, 2000).
-
-    A variable of shape below 1 is a variable of shape larger by 1, times a power of a uniform number. Needs memory for
-    some 80 values per variable."""
-    alpha, shape = alpha.double(), alpha.shape
-    d = torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3
-    x, u = mode.normal((_TRIES, *shape)).double(), mode.uniform((_TRIES, *shape)).double()
-    root = 1 + x / (3 * torch.sqrt(d))
-    log_v = 3 * torch.log(torch.clamp_min(root, 1e-30))
-    accepted = (root > 0) & (torch.log(u) < 0.5 * x * x + d * (1 - torch.exp(log_v) + log_v))
-    first = torch.argmax(accepted.to(torch.int64), 0, keepdim=True)
-    result = torch.log(d) + log_v.gather(0, first).squeeze(0)
-    return result + torch.where(alpha < 1, torch.log(_fine(mode, shape)) / alpha, 0.0)
-
-
-def _gamma(mode: Draws, alpha: Tensor, **_: Any) -> Tensor:
-    return torch.clamp_min(torch.exp(_log_gamma(mode, alpha)), torch.finfo(alpha.dtype).tiny).to(alpha.dtype)
-
-
-def _dirichlet(mode: Draws, alpha: Tensor, **_: Any) -> Tensor:
-    """Gamma variables divided by their sum over the last dim; none is 0 or 1."""
-    limits = torch.finfo(alpha.dtype)
-    return torch.clamp(torch.softmax(_log_gamma(mode, alpha), -1), limits.tiny, 1 - limits.eps).to(alpha.dtype)
 
 
 def _rrelu(
@@ -191,15 +135,8 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     getattr(aten.random_, "from"): _random_,
     aten.randperm.default: lambda m, n, **o: torch.sort(_fine(m, [n])).indices.to(o.get("dtype") or torch.int64),
     aten.exponential_.default: lambda m, x, rate=1.0, **_: x.copy_(_exponential(m, x.shape, x.dtype) / rate),
-    aten.geometric_.default: lambda m, x, p, **_: x.copy_(_geometric(m, x.shape, p)),
     aten.log_normal_.default: lambda m, x, mean=1.0, std=2.0, **_: x.copy_(torch.exp(m.normal(x.shape) * std + mean)),
-    aten.cauchy_.default: lambda m, x, median=0.0, sigma=1.0, **_: x.copy_(
-        torch.tan(torch.pi * (_fine(m, x.shape) - 0.5)) * sigma + median
-    ),
     aten.multinomial.default: _multinomial,
-    aten.poisson.default: _poisson,
-    aten._standard_gamma.default: _gamma,
-    aten._sample_dirichlet.default: _dirichlet,
 }
 
 

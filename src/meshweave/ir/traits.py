@@ -55,15 +55,14 @@ _WORK = {
         "avg_pool3d_backward bucketize complex fill hardshrink_backward hardswish hardtanh_backward "
         "leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward masked_fill mish_backward polar "
         "own_rows all_rows round_parts searchsorted softshrink_backward sum_parts tril triu where floor_divide isin "
-        "pin clone add mul sub div enter_rows leave_rows row_owners row_readers readers_piece "
-        "_dirichlet_grad _standard_gamma_grad"
+        "pin clone add mul sub div enter_rows leave_rows row_owners row_readers readers_piece"
     ),
     "reduction": (
         "_softmax _softmax_backward_data all amax amin any argmax argmin count_nonzero max mean min "
         "native_layer_norm native_layer_norm_backward prod square_sum sum var extreme _adaptive_avg_pool2d "
         "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool2d "
-        "adaptive_max_pool3d max_pool2d_with_indices max_pool3d_with_indices fractional_max_pool2d "
-        "fractional_max_pool3d multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward histc dot "
+        "adaptive_max_pool3d max_pool2d_with_indices max_pool3d_with_indices "
+        "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward histc dot "
         "_embedding_bag _embedding_bag_per_sample_weights_backward block_counts"
     ),
     "scan": (
@@ -94,7 +93,7 @@ _WORK = {
         "_unsafe_index_put adaptive_max_pool2d_backward adaptive_max_pool3d_backward embedding_backward "
         "embedding_dense_backward grid_sampler_2d_backward grid_sampler_3d_backward index_put masked_scatter "
         "max_pool2d_with_indices_backward max_pool3d_with_indices_backward scatter scatter_add scatter_reduce "
-        "fractional_max_pool2d_backward fractional_max_pool3d_backward masked_scatter_backward index_reduce "
+        "masked_scatter_backward index_reduce "
         "_embedding_bag_dense_backward add_rows segment_reduce _segment_reduce_backward block_put put_piece"
     ),
     "fill": "arange full zeros ones empty",

@@ -99,7 +99,6 @@ def _searchsorted(node: fx.Node) -> Rule:
 
 
 add([aten.log_sigmoid_forward.default, aten._prelu_kernel_backward.default, aten.frexp.Tensor], _each)
-add([aten._standard_gamma_grad.default, aten._dirichlet_grad.default], _each)
 add([aten.bucketize.Tensor, aten.isin.Tensor_Tensor], partial(_beside_table, table=1))
 add(aten.searchsorted.Tensor, _searchsorted)
 

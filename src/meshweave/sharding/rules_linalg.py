@@ -40,8 +40,6 @@ _CORES = {
     aten._linalg_eigh.default: ((2,), (1, 2)),
     aten.linalg_eig.default: ((2,), (1, 2)),
     aten.linalg_lu.default: ((2,), (2, 2, 2)),
-    aten.linalg_ldl_factor_ex.default: ((2,), (2, 1, 0)),
-    aten.linalg_ldl_solve.default: ((2, 1, 2), (2,)),
     aten._linalg_svd.default: ((2,), (2, 1, 2)),
     aten.linalg_pinv.atol_rtol_tensor: ((2, 0, 0), (2,)),
 }

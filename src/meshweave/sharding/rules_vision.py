@@ -75,12 +75,12 @@ def _planes(node: fx.Node, spatial: int, linear: tuple[Linear, ...] = ()) -> Rul
 _LINEAR_IN_FIRST = sums({0})  # linear in operand 0: the values, or the gradient
 
 add(
-    [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default, aten.fractional_max_pool2d.default],
+    [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default],
     partial(_planes, spatial=2),
     localize="guarded",
 )
 add(
-    [aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default, aten.fractional_max_pool3d.default],
+    [aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default],
     partial(_planes, spatial=3),
     localize="guarded",
 )
@@ -94,7 +94,7 @@ add(
 )
 add(
     aten_ops(
-        "max_pool2d_with_indices_backward adaptive_max_pool2d_backward fractional_max_pool2d_backward avg_pool2d "
+        "max_pool2d_with_indices_backward adaptive_max_pool2d_backward avg_pool2d "
         "avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward reflection_pad2d "
         "reflection_pad2d_backward replication_pad2d replication_pad2d_backward upsample_nearest2d.vec "
         "upsample_bilinear2d.vec upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d "
@@ -105,7 +105,7 @@ add(
 )
 add(
     aten_ops(
-        "max_pool3d_with_indices_backward adaptive_max_pool3d_backward fractional_max_pool3d_backward avg_pool3d "
+        "max_pool3d_with_indices_backward adaptive_max_pool3d_backward avg_pool3d "
         "avg_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward reflection_pad3d "
         "reflection_pad3d_backward replication_pad3d replication_pad3d_backward upsample_nearest3d "
         "_upsample_nearest_exact3d upsample_trilinear3d"
