@@ -51,7 +51,8 @@ REFUSED = {
     "to_sparse": "no sharding rule for aten._to_sparse",
 }
 RANDOM = {
-    "bernoulli", "nn.functional.dropout", "nn.functional.rrelu", "uniform", "exponential", "log_normal", "multinomial", "normal", "normal.number_mean", "randint_like",
+    "bernoulli", "nn.functional.dropout", "nn.functional.rrelu", "uniform", "exponential", "log_normal",
+    "multinomial", "normal", "normal.number_mean", "randint_like",
 }  # fmt: skip
 SKIPPED = {"sparse.sampled_addmm", "sparse.mm.reduce"}  # layouts of memory, which are not what a mesh divides
 
