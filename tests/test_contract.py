@@ -162,6 +162,15 @@ def test_a_counter_for_a_log_is_noted_once(caplog: pytest.LogCaptureFixture) -> 
     assert [r.message.partition(" makes")[0] for r in caplog.records] == ["model.num_seen"]
 
 
+def test_a_number_that_makes_a_difference_in_every_step_belongs_in_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run.of(max_programs=2)
+    for alpha in (1.0, 2.0, 3.0):
+        run.model.alpha = alpha
+        run.step(DATA[0])
+    assert number_of_programs(run) == 2
+    assert "Pass a value that changes from step to step in the batch, as a tensor" in caplog.text
+
+
 def test_with_a_single_program_a_number_that_counts_is_an_error() -> None:
     run = Run.of(max_programs=1)
     run.model.epoch = 1

@@ -175,7 +175,7 @@ class Variants:
     def _compare_step(self, variant: Variant, batch: Batch, key: StepKey) -> Difference | None:
         """Trace the step once more, in the present state of the modules: the first op in which a program differs from
         it. If there is none, the program is valid for this key, too."""
-        changed = set(key.changes(variant.keys[-1]))
+        changed = {place for place in key.changes(variant.keys[-1]) if not place.endswith(".training")}
         difference = variant.program.contract.difference(batch)
         if difference is None:
             variant.keys[:] = [*variant.keys[1 - _MOST_KEYS :], key]
@@ -183,7 +183,7 @@ class Variants:
                 _NOTES.warning(
                     "%s makes no difference to the step, but each new value costs a trace of the step: keep it outside "
                     "of the module, or in a dict; leave it out of the batch",
-                    ", ".join(often),
+                    ", ".join(often[:3]),
                 )
                 self._noted.update(often)
             self._places |= changed
@@ -261,7 +261,8 @@ class Variants:
         )
 
     def _advice(self, batch: Batch) -> str:
-        """Which few shapes would be enough: the sizes that vary, rounded up to powers of two."""
+        """Which few shapes would be enough: the sizes that vary, rounded up to powers of two. If none does, attributes of
+        modules or other entries of the batch do."""
         shapes = [dict(batch.shapes), *({i.name: i.spec.shape for i in v.batch} for v in self.all)]
         sizes = {
             (name, dim): {its[name][dim] for its in shapes if name in its and len(its[name]) > dim}
@@ -273,6 +274,8 @@ class Variants:
             for (name, dim), each in sizes.items()
             if len(each) > 1
         ]
+        if not few:
+            return "Pass a value that changes from step to step in the batch, as a tensor"
         return (
             f"Pad to few sizes (mw.compile(shapes=[...], run=mw.RunOptions(pad={{...}}))), such as {'; '.join(few)}, "
             "or raise max_programs"
