@@ -261,8 +261,8 @@ class Variants:
         )
 
     def _advice(self, batch: Batch) -> str:
-        """Which few shapes would be enough: the sizes that vary, rounded up to powers of two. If none does, attributes of
-        modules or other entries of the batch do."""
+        """Which few shapes would be enough: the sizes that vary, rounded up to powers of two. If none does, attributes
+        of modules or other entries of the batch do."""
         shapes = [dict(batch.shapes), *({i.name: i.spec.shape for i in v.batch} for v in self.all)]
         sizes = {
             (name, dim): {its[name][dim] for its in shapes if name in its and len(its[name]) > dim}

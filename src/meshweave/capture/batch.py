@@ -53,10 +53,6 @@ class Batch:
         """The batch with these tensors, in the order of `names`."""
         return self.join({**self.rest, **dict(zip(self.names, tensors, strict=True))})
 
-    def replace(self, rest: Mapping[str, Any]) -> Batch:
-        """The same tensors beside another rest."""
-        return Batch(self.names, self.tensors, {**self.rest, **rest}, self.join)
-
     def split(self, parts: int) -> list[tuple[Tensor, ...]]:
         """The tensors of each of `parts` equal microbatches: cut along dim 0 if they have the batch's size. Raises
         PlanError if the batch does not divide.
