@@ -163,7 +163,7 @@ def test_a_counter_for_a_log_is_noted_once(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_number_that_makes_a_difference_in_every_step_belongs_in_the_batch(caplog: pytest.LogCaptureFixture) -> None:
-    run = Run.of(max_programs=2)
+    run = Run.of(run=mw.RunOptions(max_programs=2))
     for alpha in (1.0, 2.0, 3.0):
         run.model.alpha = alpha
         run.step(DATA[0])
@@ -172,7 +172,7 @@ def test_a_number_that_makes_a_difference_in_every_step_belongs_in_the_batch(cap
 
 
 def test_with_a_single_program_a_number_that_counts_is_an_error() -> None:
-    run = Run.of(max_programs=1)
+    run = Run.of(run=mw.RunOptions(max_programs=1))
     run.model.epoch = 1
     run.step(DATA[0])
     run.model.alpha = 3.0
@@ -289,7 +289,7 @@ def test_another_forward_of_a_class_and_hooks_of_all_modules_are_errors(monkeypa
     run.step(DATA[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"autocast": torch.bfloat16}])
+@pytest.mark.parametrize("options", [{}, {"precision": torch.bfloat16}])
 def test_autocast_around_a_step_or_compile_is_an_error(options: dict[str, Any]) -> None:
     run = Run.of(**options)
     with torch.autocast("cpu", dtype=torch.float16 if options else torch.bfloat16):

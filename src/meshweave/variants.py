@@ -338,7 +338,7 @@ def _another_step(variant: Variant, key: StepKey, difference: Difference) -> Ste
         where=", ".join(key.changes(variant.keys[0])[:3]),
         got=f"{difference.got} for {difference.expected}",
         expected="what the only program of this step was compiled from",
-        hint=f"raise compile(max_programs=...), or {RECOMPILE}",
+        hint=f"raise RunOptions(max_programs=...), or {RECOMPILE}",
     )
 
 
