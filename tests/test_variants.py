@@ -283,8 +283,8 @@ REPLACED: dict[str, tuple[Callable[[Scaled], None], str]] = {
     ),
     "module": (lambda m: setattr(m, "inner", nn.Linear(4, 3)), "where: model.inner"),
     "dtype": (lambda m: setattr(m, "scale", m.scale.double()), "'scale' of the model has changed its shape or dtype"),
-    "tied": (lambda m: setattr(m, "scale", m.shift), "tied or untied after compile"),
-    "untied": (lambda m: setattr(m, "again", torch.ones(3)), "tied or untied after compile"),
+    "tied": (lambda m: setattr(m, "scale", m.shift), "'shift' of the model was replaced"),
+    "untied": (lambda m: setattr(m, "again", torch.ones(3)), "'again' of the model was replaced"),
 }
 
 
