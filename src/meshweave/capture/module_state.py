@@ -20,14 +20,14 @@ _WALKED = (nn.Module, list, tuple, dict, set, deque)
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-class _Missing:
+class _Nothing:
     """Represents the absence of a value."""
 
     def __repr__(self) -> str:
         return "nothing"
 
 
-MISSING = _Missing()
+MISSING = _Nothing()
 
 
 def is_plain(value: Any) -> bool:
