@@ -72,14 +72,14 @@ class ModuleState:
 
     def changes(self) -> dict[str, tuple[Any, Any]]:
         """By place, values that are other objects than before, and what they were; MISSING where there is nothing."""
-        found = {}
+        changes = {}
         for place, style, container, before in self._containers:
             now = _entries(container)
             for key in {**before, **now}:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
                 if old is not new and not (is_plain(old) and is_plain(new) and repr(old) == repr(new)):
-                    found[style(place, key)] = old, new
-        return found
+                    changes[style(place, key)] = old, new
+        return changes
 
     def used_generator(self) -> str:
         """The package of a generator of random numbers that has drawn since; empty if none has."""
