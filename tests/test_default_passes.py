@@ -14,9 +14,10 @@ from tests.processes import Job
 from torch import Tensor, nn
 
 import meshweave as mw
-from meshweave.passes import Budget, pipeline_of
+from meshweave.passes import pipeline_of
 from meshweave.passes.pipeline import optimize
 from meshweave.runtime.cluster import shutdown
+from meshweave.search import Budget
 from meshweave.whatif import simulate
 
 PROFILE = "cpu-gloo"

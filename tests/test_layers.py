@@ -11,6 +11,7 @@ PACKAGE = Path(meshweave.errors.__file__).parent
 ROOMS = (
     "errors",
     "disk_cache",
+    "search",
     "interop",
     "ir",
     "hardware",

@@ -3,8 +3,8 @@ runs after each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from meshweave.gathers import settle
 from meshweave.hardware import Costs
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
+from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
@@ -27,9 +28,9 @@ from meshweave.movement.own_sums import own_sums
 from meshweave.movement.plan import plan_move
 from meshweave.movement.replay import proven
 from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
-from meshweave.passes.accumulate import accumulated
 from meshweave.passes.pipeline import optimize
 from meshweave.program import PlanInputs, Planned, Program
+from meshweave.report.tables import bytes_text
 from meshweave.rows.blocks import in_blocks
 from meshweave.rows.ends import share_ends
 from meshweave.rows.tables import by_expert
@@ -38,13 +39,15 @@ from meshweave.sharding.assign import Price
 from meshweave.sharding.balance import balanced, takes_heads
 from meshweave.sharding.decide import Units, decide, infer_units
 from meshweave.sharding.hooks import pinning
-from meshweave.sharding.mapping import axes_of_operators, map_devices
+from meshweave.sharding.mapping import Homes, axes_of_operators, map_devices
 from meshweave.sharding.place import place
+from meshweave.sharding.placement import Placement
 from meshweave.sharding.plans import Plan, Resolved
 from meshweave.sharding.rates import rates_of
 from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
 from meshweave.sharding.sequences import keep_sequences_apart
+from meshweave.sharding.sums import sum_bytes
 from meshweave.stored import storage_of
 
 # A sum over n devices is proven with a set of n bits on each: 7 s for an MLP on 8,192 devices, minutes on 65,536 (2
@@ -52,7 +55,6 @@ from meshweave.stored import storage_of
 MAX_DEVICES = 1 << 16
 
 Progress = Callable[[str], None]
-Placing = Callable[..., StepGraph]  # `place` with these costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +109,17 @@ def build_program(
     resolved = resolve(target.plan, source.model, mesh)
     micro = Batch.of(example).micros(options.accumulate)[0]
     captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options)
-    planner = _planner(costs, pipeline.room(costs))
-    price, rates = move_price(planner), rates_of(costs)
-    placing = partial(place, price=price, rates=rates, decided={})  # equal ops are decided once, in all placements
-    captured, sequence = _with_sequence(verify_step(captured), resolved, mesh, placing)
-    resolved, units = _with_choices(resolved, source, captured, mesh, price, placing, progress, like)
+    placing = _PlacementStage(mesh, costs, pipeline.room(costs))
+    captured, sequence = _arrange_sequence(verify_step(captured), resolved, placing)
+    named = axes_of_operators(captured, mesh)
+    usual_stages(resolved, source.model, mesh, named)
+    check_axes(resolved, mesh, named)
+    progress("place")
+    units = infer_units(captured)
+    resolved = _choose_styles(captured, source, resolved, named, units, placing, like)
     lasting = None if like is None else like.placement
     inputs = PlanInputs(captured, mesh, resolved, costs, options, _with_ring(pipeline, resolved), lasting)
-    planned, trouble = _stored(_AfterCapture(inputs, units, planner, placing, progress))
+    planned, trouble = _stored(inputs, partial(_plan, inputs, units, placing, progress), progress)
     return Program(
         captured=planned.captured,
         placed=planned.placed,
@@ -131,58 +136,138 @@ def build_program(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _AfterCapture:
-    """The stages after capture. They read `inputs` alone: the other fields follow from these."""
+@dataclass(slots=True)
+class _PlacementStage:
+    """Lays out steps on a mesh. Equal ops are decided once, in all steps."""
 
-    inputs: PlanInputs
-    units: Units
-    planner: PlanMove
-    placing: Placing
-    progress: Progress
+    mesh: Mesh
+    costs: Costs
+    room: int | None
+    planner: PlanMove = field(init=False)
+    price: Price = field(init=False)
+    decided: dict[Any, Any] = field(default_factory=dict)
 
-    def run(self) -> Planned:
-        it = self.inputs
-        cuts = {name: tuple(dims.values()) for name, dims in it.resolved.shards.items()}
-        step = it.pipeline.captured(CapturedProgram(it.captured, cuts), it.costs, self.progress)
-        num_devices = it.mesh.flat_size(it.resolved.cutting_batch(it.mesh))
-        return built_in_chunks(self._planned, step, it.pipeline, it.costs, num_devices, it.options.accumulate)
+    def __post_init__(self) -> None:
+        self.planner = _planner(self.costs, self.room)
+        self.price = move_price(self.planner)
 
-    def _planned(self, step: StepGraph, pipeline: Pipeline) -> Planned:
-        it, options = self.inputs, self.inputs.options
-        step = _with_rows(step, it.resolved, it.mesh)
-        homes = map_devices(step, it.resolved.homes, it.mesh)
-        placement = decide(it.resolved, step, it.mesh, self.units, homes)
-        placement = placement if it.lasting is None else placement.keeping(it.lasting)
+    def homes(self, step: StepGraph, resolved: Resolved) -> Homes:
+        return map_devices(step, resolved.homes, self.mesh)
 
-        def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
-            how = replace(placement, accumulate_in=accumulate_in)
-            placed = arrange(
-                self.placing(step, how), self.planner, reduce_after_cast=options.precision.reduce_after_cast
-            )
-            placed = dispatched(own_sums(placed), self.planner, rates_of(it.costs))
-            self.progress("expand")
-            roles = pipeline.expanded(expand(verify_placed(placed), it.mesh, _proving(self.planner)), it.costs)
-            return placed, tuple(verify_rank(settle(role)) for role in roles)
+    def place(self, step: StepGraph, placement: Placement) -> StepGraph:
+        return place(step, placement, price=self.price, rates=rates_of(self.costs), decided=self.decided)
 
-        room = pipeline.room(it.costs)
-        placed, roles, note = accumulated(expanded, options.accumulate, options.precision.accumulate_in, room)
-        optimized = optimize(placed, roles, it.costs, pipeline, options.accumulate, self.progress)
-        return Planned(step, placed, optimized, placement, note)
+    def place_by(self, step: StepGraph, resolved: Resolved, units: Units) -> Callable[[Resolved], StepGraph]:
+        """The step as plans that differ from `resolved` in styles of weights lay it out, to choose among them."""
+        homes = self.homes(step, resolved)
+        return lambda plan: self.place(step, decide(plan, step, self.mesh, units, homes))
 
 
-def _stored(stages: _AfterCapture) -> tuple[Planned, str]:
+def _arrange_sequence(captured: StepGraph, resolved: Resolved, placing: _PlacementStage) -> tuple[StepGraph, str]:
+    """The step with its sequence dim split off and reordered so that devices have equal work; also the order and its
+    reason."""
+    if not resolved.context_axes:
+        return captured, ""
+    apart = verify_step(keep_sequences_apart(captured, resolved.context_axes))
+
+    def exchanges_heads() -> bool:
+        return takes_heads(placing.place_by(apart, resolved, infer_units(apart))(resolved), resolved.context_axes)
+
+    step, sequence = balanced(apart, resolved, placing.mesh, exchanges_heads)
+    return verify_step(step), sequence
+
+
+def _choose_styles(
+    captured: StepGraph,
+    source: StepSource,
+    resolved: Resolved,
+    named: Collection[str],
+    units: Units,
+    placing: _PlacementStage,
+    like: Program | None,
+) -> Resolved:
+    """The plan with a style for each weight that it leaves open, as in `like` if that is not None. Without a plan,
+    operators in the model keep the axes that they use (`named`)."""
+    if like is not None and like.resolved is not None:
+        return like.resolved
+    axes = [axis for axis in resolved.auto_axes if not (resolved.is_default and axis in named)]
+    if not axes:
+        return resolved
+    place_by = placing.place_by(captured, resolved, units)
+    for axis in axes:
+        resolved = choose_tp(source.model, resolved, axis, place_by, placing.price)
+    return resolved
+
+
+def _plan(inputs: PlanInputs, units: Units, placing: _PlacementStage, progress: Progress) -> Planned:
+    """The stages after capture. They read `inputs` alone: the other arguments follow from these."""
+    cuts = {name: tuple(dims.values()) for name, dims in inputs.resolved.shards.items()}
+    step = inputs.pipeline.captured(CapturedProgram(inputs.captured, cuts), inputs.costs, progress)
+    num_devices = inputs.mesh.flat_size(inputs.resolved.cutting_batch(inputs.mesh))
+    build = partial(_planned, inputs, units, placing, progress)
+    return built_in_chunks(build, step, inputs.pipeline, inputs.costs, num_devices, inputs.options.accumulate)
+
+
+def _planned(
+    inputs: PlanInputs, units: Units, placing: _PlacementStage, progress: Progress, step: StepGraph, pipeline: Pipeline
+) -> Planned:
+    """The program of a step: its ops on rows of experts in forms that devices can share (lookups by expert, rows in
+    blocks, equal ends as a single value), placed, expanded, and optimized by the passes of `pipeline`."""
+    mesh, resolved, costs, options = inputs.mesh, inputs.resolved, inputs.costs, inputs.options
+    step = in_blocks(by_expert(step, resolved.stacked(mesh)), mesh.flat_size(resolved.data_axes(mesh)))
+    step, homes = share_ends(step, placing.homes(step, resolved))
+    placement = decide(resolved, step, mesh, units, homes)
+    placement = placement if inputs.lasting is None else placement.keeping(inputs.lasting)
+
+    def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
+        placed = placing.place(step, replace(placement, accumulate_in=accumulate_in))
+        placed = arrange(placed, placing.planner, reduce_after_cast=options.precision.reduce_after_cast)
+        placed = dispatched(own_sums(placed), placing.planner, rates_of(costs))
+        progress("expand")
+        roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(placing.planner)), costs)
+        return placed, tuple(verify_rank(settle(role)) for role in roles)
+
+    placed, roles, note = _accumulated(expanded, options, pipeline.room(costs))
+    optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
+    return Planned(step, placed, optimized, placement, note)
+
+
+def _accumulated(
+    expanded: Callable[[str], tuple[StepGraph, tuple[RankGraph, ...]]], options: CaptureOptions, room: int | None
+) -> tuple[StepGraph, tuple[RankGraph, ...], str]:
+    """A program that adds up its microbatches' gradients as the options ask, and a sentence about that.
+
+    `expanded(where)` places and expands it. "auto" is whole, unless a device would then use more than `room` bytes.
+    """
+    microbatches, where = options.accumulate, options.precision.accumulate_in
+    placed, roles = expanded("whole" if where == "auto" else where)
+    if microbatches == 1:
+        return placed, roles, ""
+    whole, stored = sum_bytes(placed)
+    how = f"gradients of {microbatches} microbatches are added up"
+    if whole == stored:
+        return placed, roles, f"{how} in {bytes_text(whole)} a device and reduced once a step"
+    if where == "auto" and room is not None and (peak := max(map(peak_bytes, roles))) > room:
+        placed, roles = expanded("shards")
+        asked = f"whole they would need {bytes_text(peak)} a device of {bytes_text(room)}"
+        return placed, roles, f"{how} in shards, reduced in each microbatch: {asked}"
+    if where == "shards":
+        return placed, roles, f"{how} in shards, reduced in each microbatch, as asked"
+    return placed, roles, f"{how} whole, in {bytes_text(whole)} a device, and reduced once a step"
+
+
+def _stored(inputs: PlanInputs, plan: Callable[[], Planned], progress: Progress) -> tuple[Planned, str]:
     """The program of an earlier start with the same inputs, else a new one, which the next start may load; and why a
     program on disk was of no use, or why there can be none."""
-    storage, trouble = storage_of(stages.inputs)
+    storage, trouble = storage_of(inputs)
     if storage is None:
-        return stages.run(), f"the program is not stored for the next start: {trouble}" if trouble else ""
-    stages.progress("load")
+        return plan(), f"the program is not stored for the next start: {trouble}" if trouble else ""
+    progress("load")
     planned, trouble = storage.read()
     if planned is not None:
         return planned, ""
-    planned = stages.run()
-    stages.progress("store")
+    planned = plan()
+    progress("store")
     troubles = [text for text in (trouble, storage.write(planned)) if text]
     return planned, f"the program was built anew: {'; '.join(troubles)}" if troubles else ""
 
@@ -199,31 +284,8 @@ def _check_size(mesh: Mesh) -> None:
         )
 
 
-def _with_rows(step: StepGraph, resolved: Resolved, mesh: Mesh) -> StepGraph:
-    """The step with its ops on rows of experts in forms that devices can share: lookups by expert, rows in blocks, and
-    equal ends as a single value."""
-    step = in_blocks(by_expert(step, resolved.stacked(mesh)), mesh.flat_size(resolved.data_axes(mesh)))
-    return share_ends(step, partial(map_devices, modules=resolved.homes, mesh=mesh))
-
-
 def _recompute_policy(pipeline: Pipeline) -> str:
     return next((each_pass.policy for each_pass in pipeline.passes if isinstance(each_pass, Recompute)), "none")
-
-
-def _with_sequence(captured: StepGraph, resolved: Resolved, mesh: Mesh, placing: Placing) -> tuple[StepGraph, str]:
-    """The step with its sequence dim split off and reordered so that devices have equal work; also the order and its
-    reason."""
-    if not resolved.context_axes:
-        return captured, ""
-    apart = verify_step(keep_sequences_apart(captured, resolved.context_axes))
-
-    def exchanges_heads() -> bool:
-        homes = map_devices(apart, resolved.homes, mesh)
-        placed = placing(apart, decide(resolved, apart, mesh, infer_units(apart), homes))
-        return takes_heads(placed, resolved.context_axes)
-
-    step, sequence = balanced(apart, resolved, mesh, exchanges_heads)
-    return verify_step(step), sequence
 
 
 def _with_ring(pipeline: Pipeline, resolved: Resolved) -> Pipeline:
@@ -234,32 +296,3 @@ def _with_ring(pipeline: Pipeline, resolved: Resolved) -> Pipeline:
     names = [each_pass.name for each_pass in pipeline.passes]
     is_compared = any(each_pass.is_compared for each_pass in pipeline.of("written"))
     return pipeline.having(RingAttention()) if is_open and is_compared and "ring" not in names else pipeline
-
-
-def _with_choices(
-    resolved: Resolved,
-    source: StepSource,
-    captured: StepGraph,
-    mesh: Mesh,
-    price: Price,
-    placing: Placing,
-    progress: Progress,
-    like: Program | None,
-) -> tuple[Resolved, Units]:
-    """The plan with its open choices settled, as in `like` if that is not None, and the units of parameters."""
-    model, named = source.model, axes_of_operators(captured, mesh)
-    usual_stages(resolved, model, mesh, named)
-    check_axes(resolved, mesh, named)
-    progress("place")
-    units = infer_units(captured)
-    if like is not None and like.resolved is not None:
-        return like.resolved, units
-    homes = map_devices(captured, resolved.homes, mesh)
-
-    def place_with(resolved_choice: Resolved) -> StepGraph:
-        return placing(captured, decide(resolved_choice, captured, mesh, units, homes))
-
-    # Without a plan, operators in the model keep the axes that they use.
-    for axis in (a for a in resolved.auto_axes if not (resolved.is_default and a in named)):
-        resolved = choose_tp(model, captured, resolved, axis, place_with, price)
-    return resolved, units

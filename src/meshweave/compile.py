@@ -21,7 +21,7 @@ from meshweave.capture.step import CaptureOptions, Part, Precision, StepSource
 from meshweave.errors import PlanError
 from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.mesh import Mesh
-from meshweave.passes import Budget, Pipeline, Recompute, pass_list, pipeline_of
+from meshweave.passes import Pipeline, Recompute, pass_list, pipeline_of
 from meshweave.passes.former import refuse_former
 from meshweave.passes.options import PassesArgument
 from meshweave.program import Program
@@ -34,6 +34,7 @@ from meshweave.runtime.session import RunOptions, SessionSettings
 from meshweave.runtime.together import together
 from meshweave.runtime.weights import align_weights
 from meshweave.runtime.world import World, home_of
+from meshweave.search import Budget
 from meshweave.sharding.plan_text import plan_of
 from meshweave.sharding.plans import Plan
 from meshweave.train_step import TrainStep

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshweave.hardware import Costs
 from meshweave.ir.graph import StepGraph
+from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_step
-from meshweave.passes import MeshProgram, Pipeline, ProgramVariant, Split
-from meshweave.passes.candidates import AS_IT_IS, fastest
+from meshweave.passes import MeshProgram, Pipeline, Split
 from meshweave.program import Planned
 from meshweave.rows import SplitReport
 from meshweave.rows.captured import has_experts, split_captured
 from meshweave.schedule.decide import NoOrderError
+from meshweave.search import AS_IT_IS, Candidate, Search
 
 Build = Callable[[StepGraph, Pipeline], Planned]
+
+
+@dataclass(frozen=True)
+class _Built:
+    """The program of a step in some chunks, or the reason why it cannot run under its memory cap."""
+
+    name: str
+    planned: Planned | NoOrderError
+    report: SplitReport
+    simulated: Callable[[tuple[RankGraph, ...]], float]
+
+    @cached_property
+    def seconds(self) -> float:
+        return math.inf if isinstance(self.planned, NoOrderError) else self.simulated(self.planned.optimized.roles)
 
 
 def built_in_chunks(
@@ -32,66 +47,46 @@ def built_in_chunks(
     split = next((each for each in pipeline.passes if isinstance(each, Split)), None)
     if split is None or not has_experts(step):
         return build(step, pipeline)
-    began = time.monotonic()
-    rewrites = [
-        (alternative.label, *split_captured(step, alternative.num_chunks[0], num_devices))
-        for alternative in split.alternatives
-    ]
-    chunked = [(label, written, report) for label, written, report in rewrites if written is not None]
-    rest = pipeline.without(split.name)
-    if not split.is_compared:
-        for label, written, report in chunked:
-            return _named(build(verify_step(written), rest), label, report)
-    whole = _built(build, step, pipeline)
-    tried = [(AS_IT_IS, whole, rewrites[-1][2])]
-    untried: list[ProgramVariant] = []
-    for label, written, report in chunked:
-        if pipeline.budget.is_over(began):
-            untried.append(ProgramVariant.untried(label, pipeline.budget.seconds))
-        else:
-            tried.append((label, _built(build, verify_step(written), rest), report))
-    seconds = [_seconds(planned, costs, microbatches) for _, planned, _ in tried] if len(tried) > 1 else [0.0]
-    planned = _fastest(tried, seconds, pipeline.least_gain)
-    optimized = planned.optimized
-    return replace(planned, optimized=replace(optimized, variants=(*optimized.variants, *untried)))
+    search = Search[_Built](least_gain=pipeline.least_gain, budget=pipeline.budget)
+
+    def seconds_of(roles: tuple[RankGraph, ...]) -> float:
+        return MeshProgram(roles, microbatches=microbatches).seconds(costs)
+
+    written = {each.label: split_captured(step, each.num_chunks[0], num_devices) for each in split.alternatives}
+
+    def try_step(name: str, variant: StepGraph, passes: Pipeline, report: SplitReport) -> None:
+        try:
+            planned: Planned | NoOrderError = build(variant, passes)
+        except NoOrderError as error:
+            planned = error
+        search.tried.append(_Built(name, planned, report, seconds_of))
+
+    in_chunks = {name: (chunked, report) for name, (chunked, report) in written.items() if chunked is not None}
+    if split.is_compared or not in_chunks:
+        *_, (_, report) = written.values()
+        try_step(AS_IT_IS, step, pipeline, report)
+    for name, (chunked, report) in in_chunks.items():
+        if not split.is_compared or search.has_time_for(name):
+            try_step(name, verify_step(chunked), pipeline.without(split.name), report)
+    return _fastest(search)
 
 
-def _built(build: Build, step: StepGraph, pipeline: Pipeline) -> Planned | NoOrderError:
-    """The program, or the reason why it cannot run under its memory cap."""
-    try:
-        return build(step, pipeline)
-    except NoOrderError as error:
-        return error
-
-
-def _fastest(
-    tried: list[tuple[str, Planned | NoOrderError, SplitReport]], seconds: list[float], least_gain: float
-) -> Planned:
-    """The fastest of the programs. The first is not in chunks; the others have to be faster by `least_gain`."""
-    at, variants, reason = fastest([label for label, _, _ in tried], seconds, least_gain)
-    label, planned, report = tried[at]
+def _fastest(search: Search[_Built]) -> Planned:
+    """The fastest of the programs, with its name and the outcome of the split in its reports."""
+    at, rows, reason = search.fastest() if len(search.tried) > 1 else (0, tuple[Candidate, ...](), "")
+    chosen, planned, report = search.tried[at], search.tried[at].planned, search.tried[at].report
     if isinstance(planned, NoOrderError):
         raise planned
-    if len(tried) == 1:
-        return _named(planned, label, report)
-    if label == AS_IT_IS:
-        report = tried[-1][2].left(reason)
-    report = replace(report, seconds_before=seconds[0], seconds_after=seconds[at] if at else min(seconds[1:]))
-    return _named(planned, label, report, variants)
-
-
-def _seconds(planned: Planned | NoOrderError, costs: Costs, microbatches: int) -> float:
-    if isinstance(planned, NoOrderError):
-        return math.inf
-    return MeshProgram(planned.optimized.roles, microbatches=microbatches).seconds(costs)
-
-
-def _named(planned: Planned, label: str, report: SplitReport, variants: tuple[ProgramVariant, ...] = ()) -> Planned:
-    """The program, with its name and the outcome of the split in its reports."""
-    optimized = planned.optimized
-    name = (
-        optimized.name if label == AS_IT_IS else label if optimized.name == AS_IT_IS else f"{label}, {optimized.name}"
+    if rows:
+        report = report if at else search.tried[-1].report.left(reason)
+        after = chosen.seconds if at else min(each.seconds for each in search.tried[1:])
+        report = replace(report, seconds_before=search.tried[0].seconds, seconds_after=after)
+    its = planned.optimized
+    names = [name for name in (chosen.name, its.name) if name != AS_IT_IS]
+    optimized = replace(
+        its,
+        name=", ".join(names) or AS_IT_IS,
+        reports={**its.reports, "split": (report,) * len(its.roles)},
+        variants=(*rows, *its.variants, *search.untried),
     )
-    reports = {**optimized.reports, "split": (report,) * len(optimized.roles)}
-    changed = replace(optimized, name=name, reports=reports, variants=(*variants, *optimized.variants))
-    return replace(planned, optimized=changed)
+    return replace(planned, optimized=optimized)

@@ -12,8 +12,9 @@ from torch import fx
 
 from meshweave.errors import VerifyError
 from meshweave.passes.base import Numerics, Pass, Stage
-from meshweave.passes.candidates import Budget, run_passes
+from meshweave.passes.candidates import run_passes
 from meshweave.schedule.decide import NoOrderError
+from meshweave.search import Budget
 
 Times = dict[str, float]
 SLOW = {"": 100.0, "a2": 80.0, "a4": 90.0, "a8": 50.0, "b": 70.0, "a2b": 60.0}

@@ -385,10 +385,9 @@ def test_a_callable_is_asked_for_the_nodes_of_candidates() -> None:
     groups = {"g": range(4)}
     made, report = decompose_graph(gm, cost=costs(1e-6, 1e-3), groups=groups, rank=1)
     assert [row.is_taken for row in report.rows] == [True, True]
-    assert report.seconds_after < 0.75 * report.seconds_before
-    assert report.seconds_before == mw.overlap(gm, cost=costs(1e-6, 1e-3), groups=groups)[1].seconds
-    assert report.seconds_after == mw.overlap(made, cost=costs(1e-6, 1e-3), groups=groups)[1].seconds
-    assert re.match("2 of 2 collectives decomposed: [^;]+; the graph takes ", str(report))
+    before, after = (mw.overlap(g, cost=costs(1e-6, 1e-3), groups=groups)[1].seconds for g in (gm, made))
+    assert after < 0.75 * before
+    assert re.match("2 of 2 collectives decomposed: [^;]+", str(report))
 
 
 def test_nothing_is_done_where_it_does_not_gain() -> None:
@@ -400,15 +399,14 @@ def test_nothing_is_done_where_it_does_not_gain() -> None:
     for cost in (launch, costs(1e-6, 0.0)):
         made, report = decompose_graph(chain(), cost=cost, groups={"g": range(4)}, rank=0)
         assert report.num_taken == 0
-        assert report.seconds_after == report.seconds_before
         assert count(made, EXCHANGE) == 0
 
 
 def test_a_profile_says_which_way() -> None:
     gm, groups = chain(), {"g": range(4)}
     made, report = decompose_graph(gm, cost=H100, groups=groups, rank=0)
-    assert report.seconds_after <= report.seconds_before
-    assert report.seconds_after == mw.overlap(made, cost=H100, groups=groups)[1].seconds
+    before, after = (mw.overlap(g, cost=H100, groups=groups)[1].seconds for g in (gm, made))
+    assert after <= before
     for row in report.rows:
         assert row.is_taken or row.reason
         assert row.seconds_before > 0

@@ -12,7 +12,7 @@ from torch import fx
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.from_graph import graph_program
 from meshweave.ir.graph import Origin
-from meshweave.rings.share import Shared, share_gathers
+from meshweave.rings.rewriter import Shared, share_gathers
 
 GROUPS = {"a": (0, 1), "b": (0, 2)}
 Change = Callable[[DeviceProgram], DeviceProgram]

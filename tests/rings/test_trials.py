@@ -12,11 +12,10 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import functional
 from meshweave.problem.figures import CostNumbers
-from meshweave.rings import trials
-from meshweave.rings.candidates import CandidateWriter, RingCandidate
+from meshweave.rings import graphs
+from meshweave.rings.graphs import RingCandidate, RingSearch, RingWriter
 from meshweave.rings.options import DecomposeOptions
 from meshweave.rings.rewriter import first
-from meshweave.rings.trials import CandidateSearch
 from meshweave.schedule.report import CollectiveRow, OverlapReport
 
 GROUPS = {"a": (0, 1)}
@@ -70,26 +69,26 @@ def way_of(gm: fx.GraphModule, name: str) -> str:
     return "parts" if behind & set(gathers) else "messages"
 
 
-def search(table: Table, options: DecomposeOptions = OPTIONS) -> CandidateSearch:
-    return CandidateSearch(CandidateWriter(placed(twins()), GROUPS, 0, options, None), table)
+def search(table: Table, options: DecomposeOptions = OPTIONS) -> RingSearch:
+    return RingSearch(RingWriter(placed(twins()), GROUPS, 0, options), table)
 
 
 def ways_in(gm: fx.GraphModule) -> list[str]:
     return [way_of(gm, name) for name in ("g0", "g1", "h")]
 
 
-def chosen(table: Table) -> tuple[CandidateSearch, list[str]]:
-    """The search after it has run, and the ways of its result, which has the values of the graph."""
+def chosen(table: Table) -> tuple[RingSearch, RingCandidate, list[str]]:
+    """The search after it has run, its result, which has the values of the graph, and the ways of that."""
     its = search(table)
     result = its.run()
-    assert_same_on_both(its.work, result)
-    return its, ways_in(result.module)
+    assert_same_on_both(its.writer, result)
+    return its, result, ways_in(result.module)
 
 
-def assert_same_on_both(writer: CandidateWriter, candidate: RingCandidate) -> None:
+def assert_same_on_both(writer: RingWriter, candidate: RingCandidate) -> None:
     """Each rank has a graph of its own; the other one writes its by the same decisions."""
-    other = CandidateSearch(replace(writer, rank=1), Table({}, {}))
-    start = other.work.written(lambda start, choices: (0, "left"))
+    other = replace(writer, rank=1)
+    start = other.written(lambda start, choices: (0, "left"))
     theirs = other.agreed(start, lambda own: replace(own, numbers=tuple(map(float, candidate.decisions))))
     inputs = random_inputs(writer.gm, num_ranks=2)
     assert_same_results(run(writer.gm, inputs, PAIRS), run([candidate.module, theirs.module], inputs, PAIRS))
@@ -109,7 +108,7 @@ FASTER = {
 @pytest.mark.parametrize("name", FASTER)
 def test_the_fastest_way_of_each_class_is_taken_if_it_gains(name: str) -> None:
     seconds, expected = FASTER[name]
-    _, ways = chosen(Table(seconds, EXPOSED))
+    *_, ways = chosen(Table(seconds, EXPOSED))
     assert ways == expected
 
 
@@ -125,10 +124,10 @@ def test_classes_are_tried_by_exposed_seconds_on_top_of_what_is_taken() -> None:
 
 def test_what_other_work_hides_is_not_tried() -> None:
     table = Table({"h": {"messages": -3.0}}, {"g0": 1.0, "h": 0.09})
-    its, ways = chosen(table)
+    _, result, ways = chosen(table)
     assert ways == ["whole"] * 3
     assert len(table.asked) == 3
-    reasons = {row.name: row.reason for row in its.left().report.rows}
+    reasons = {row.name: row.reason for row in result.report.rows}
     assert reasons["h"] == "other work hides it in the best order of the graph"
     assert reasons["g0"] == reasons["g1"] == "the graph would take 100000000.0 us, and 100000000.0 us unchanged"
     assert reasons["lone"] == "no matmul is beside it"
@@ -136,7 +135,7 @@ def test_what_other_work_hides_is_not_tried() -> None:
 
 def test_the_seconds_of_merged_collectives_are_shared() -> None:
     its = search(Table({}, {"g0+h": 4.0, "g1": 1.0}))
-    its.enrol(its.judge(its.work.gm))
+    its.enrol(its.judge(its.writer.gm))
     assert [twins.exposed for twins in its.twins.values()] == [3.0, 2.0]
     assert its.of["g0"] is its.of["g1"] is not its.of["h"]
 
@@ -149,7 +148,7 @@ def test_a_candidate_that_cannot_be_judged_is_left() -> None:
             raise MeshweaveError("no price", where="node permute")
         return table(gm)
 
-    its = CandidateSearch(search(table).work, judge)
+    its = RingSearch(search(table).writer, judge)
     assert way_of(its.run().module, "h") == "whole"
     assert its.twins[next(key for key in its.twins if its.twins[key] is its.of["h"])].reason == (
         "a candidate cannot be judged: no price, node permute"
@@ -157,40 +156,33 @@ def test_a_candidate_that_cannot_be_judged_is_left() -> None:
 
 
 def test_so_many_candidates_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_MOST_TRIALS", 1)
-    its, ways = chosen(Table({"g0": {"messages": -9.0}}, EXPOSED))
+    monkeypatch.setattr(graphs, "_MOST_TRIALS", 1)
+    its, _, ways = chosen(Table({"g0": {"messages": -9.0}}, EXPOSED))
     assert (its.num_trials, ways) == (1, ["whole"] * 3)
     assert its.of["g0"].reason == "not tried, because 1 other candidates were"
-
-
-def test_what_was_taken_and_does_not_pay_says_so() -> None:
-    its, _ = chosen(Table({"h": {"messages": -3.0}}, EXPOSED))
-    left = its.left()
-    assert left.report.num_taken == 0
-    assert {row.name: row.reason for row in left.report.rows}["h"] == "the graph does not get faster"
 
 
 @pytest.mark.parametrize("others", [(0, 0, 0), (-1, -1, -1), (-1, 1, 0)])
 def test_all_ranks_use_the_decisions_that_they_agree_on(others: Sequence[int]) -> None:
     its = search(Table({}, EXPOSED))
-    mine = its.work.written(first)
+    mine = its.writer.written(first)
     assert mine.decisions == (0, 0, 0)
 
     def agree(own: CostNumbers) -> CostNumbers:
         assert own.numbers == (0.0, 0.0, 0.0)
         return replace(own, numbers=tuple(map(float, others)))
 
-    used = its.agreed(mine, agree)
+    used = its.writer.agreed(mine, agree)
     assert used.decisions == tuple(others)
     assert (used is mine) == (others == (0, 0, 0))
     assert ways_in(used.module) == [{0: "messages", 1: "parts", -1: "whole"}[at] for at in others]
-    assert its.agreed(mine, None) is mine
+    assert its.writer.agreed(mine, None) is mine
 
 
 def test_candidates_are_written_from_a_graph_that_stays() -> None:
     gm = placed(twins())
     text = str(gm.graph)
-    writer = CandidateWriter(gm, GROUPS, 0, OPTIONS, None)
+    writer = RingWriter(gm, GROUPS, 0, OPTIONS)
     taken, left = writer.written(first), writer.written(lambda start, choices: (0, "left"))
     assert str(gm.graph) == text
     assert (taken.report.num_taken, left.report.num_taken) == (3, 0)

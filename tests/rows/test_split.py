@@ -241,10 +241,7 @@ def test_chunks_hide_communication() -> None:
         return mw.overlap(gm, cost=cost, groups=groups_of(0), memory_cap_bytes=1 << 30)[1].seconds
 
     gm = traced(Model())["joint"]
-    made, report = split_batch(gm, (2, 4), seconds=seconds)
-    assert report.is_taken
-    assert report.seconds_after < 0.9 * report.seconds_before
-    assert report.seconds_after == seconds(made)
+    assert min(seconds(split_batch(gm, count)[0]) for count in (2, 4)) < 0.9 * seconds(gm)
 
 
 def test_gradients_in_half_precision_are_as_good_as_whole_ones() -> None:

@@ -307,24 +307,6 @@ def test_input_is_untouched_and_result_is_deterministic() -> None:
     assert all("spec" not in n.meta for n in (*gm.graph.nodes, *one.graph.nodes))
 
 
-def test_chosen_by_seconds() -> None:
-    gm = program(ROW_BY_ROW["linear"][0])
-    counts: list[int] = []
-
-    def seconds(one: fx.GraphModule) -> float:
-        counts.append(len(starts(one)))
-        return {2: 4.0, 4: 3.0, 8: 2.0}[counts[-1]]
-
-    made, report = split_batch(gm, (2, 4), dims={"x": 0}, seconds=seconds)
-    assert (report.num_chunks, report.seconds_before, report.seconds_after) == (4, 4.0, 2.0)
-    assert len(starts(made)) == 8
-    assert counts == [2, 4, 8]
-    same, slower = split_batch(gm, 2, dims={"x": 0}, seconds=lambda one: float(len(starts(one))))
-    assert not slower.is_taken
-    assert "not faster" in slower.reason
-    assert len(starts(same)) == 2
-
-
 def test_not_split() -> None:
     b = Builder()
     odd = b.done(b.wait("r", b.reduce("ar", b.placeholder("x", (7, 3)))))
@@ -351,9 +333,6 @@ def test_buffers_that_are_written_into_are_no_rows() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_chunks": 1}, "two or more chunks"),
-        ({"num_chunks": ()}, "two or more chunks"),
-        ({"num_chunks": (2, 4)}, "need a criterion"),
         ({"dims": {"nobody": 0}}, "does not name a tensor"),
         ({"dims": {"x": 5}}, "do not divide"),
         ({"dims": {"x": (0, 3)}}, "do not divide"),

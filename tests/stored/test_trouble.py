@@ -19,9 +19,8 @@ from tests.stored.starts import Start
 
 from meshweave import build
 from meshweave.disk_cache import CacheEntry
-from meshweave.passes import Budget
-from meshweave.passes.candidates import Gathered
 from meshweave.program import PlanInputs, Program
+from meshweave.search import Budget, Gathered
 from meshweave.stored import programs
 
 START = Start(lambda: mlp(batch=4), "dp=2", passes="exact")

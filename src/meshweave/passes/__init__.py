@@ -1,8 +1,7 @@
 """Passes over programs: each is a frozen dataclass of its options, all in a single list (`passes=` of compile, of the
 backend and of the command line)."""
 
-from meshweave.passes.base import CapturedProgram, MeshProgram, Pass, PassProgram, ProgramVariant
-from meshweave.passes.candidates import Budget
+from meshweave.passes.base import CapturedProgram, MeshProgram, Pass, PassProgram
 from meshweave.passes.carry import Carry
 from meshweave.passes.decompose import Decompose
 from meshweave.passes.graph_program import GraphProgram
@@ -17,7 +16,6 @@ from meshweave.passes.split import Split
 
 __all__ = [
     "PASSES",
-    "Budget",
     "CapturedProgram",
     "Carry",
     "Decompose",
@@ -30,7 +28,6 @@ __all__ = [
     "PassProgram",
     "Pipeline",
     "Prefetch",
-    "ProgramVariant",
     "Recompute",
     "RingAttention",
     "Split",

@@ -21,7 +21,6 @@ Stage = Literal["captured", "expanded", "written", "ordered"]
 STAGES: tuple[Stage, ...] = ("captured", "expanded", "written", "ordered")
 Scope = Literal["step", "graph", "joint graph"]
 P = TypeVar("P")
-_UNTRIED = "not tried"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +29,6 @@ class CapturedProgram:
 
     step: StepGraph
     cuts: Cuts = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramVariant:
-    """A variant of the program. `seconds` is its simulated time after all passes; `reason` says why it has none."""
-
-    name: str
-    seconds: float = 0.0
-    reason: str = ""
-
-    @staticmethod
-    def untried(name: str, budget_s: float) -> ProgramVariant:
-        """A variant for which there was no time."""
-        return ProgramVariant(name, reason=f"{_UNTRIED}: the {budget_s:g} s were used up")
-
-    @property
-    def is_untried(self) -> bool:
-        return self.reason.startswith(_UNTRIED)
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.reason or f'{self.seconds * 1e3:,.3f} ms'}"
 
 
 class PassProgram(Protocol):

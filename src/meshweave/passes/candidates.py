@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,35 +10,18 @@ from typing import Any, Generic, TypeVar
 
 from torch import fx
 
-from meshweave.passes.base import Pass, PassProgram, ProgramVariant, Report
+from meshweave.passes.base import Pass, PassProgram, Report
 from meshweave.schedule.decide import NoOrderError
+from meshweave.search import AS_IT_IS, Budget, Candidate, Search
 
 Progress = Callable[[str], None]
-Gathered = Callable[[int], Sequence[int]]  # this process's number to those of all processes that compile together
 Q = TypeVar("Q", bound=PassProgram)
-AS_IT_IS = "as it is"  # the name of a program whose ops no pass rewrote
 # By how much rewriting ops for the sake of communication may shorten compute: chunks add copies and launches, but a sum
 # may be computed with a matmul. In the benchmarks it never shortened it.
 _LESS_COMPUTE = 0.02
 # A slower program is not rewritten further. In the benchmarks a rewrite of a program that was slower by more never was
 # the fastest program.
 _BEAM = 0.1
-
-
-def alone(number: int) -> Sequence[int]:
-    return (number,)
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How long further programs are tried. `gathered` makes the time-out of a process that of all; all processes call
-    it together."""
-
-    seconds: float = math.inf
-    gathered: Gathered = alone
-
-    def is_over(self, began: float) -> bool:
-        return self.seconds < math.inf and any(self.gathered(int(time.monotonic() - began > self.seconds)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +70,18 @@ class Branch(Generic[Q]):
     finished: ProgramCandidate[Q]
     costs: Any
 
+    @property
+    def name(self) -> str:
+        return self.finished.name
+
     @cached_property
     def seconds(self) -> float:
         """Simulated seconds of a step; infinite if it does not run under its cap."""
         return self.finished.program.seconds(self.costs) if self.finished.unfit is None else math.inf
 
 
-@dataclass
-class VariantSearch(Generic[Q]):
+@dataclass(kw_only=True)
+class ProgramSearch(Search[Branch[Q]], Generic[Q]):
     """Explores which compared passes to take, one pass after the other.
 
     The alternatives of a compared pass (rows in 2 chunks, in 4, ...) are tried in order until an alternative is no
@@ -107,12 +93,7 @@ class VariantSearch(Generic[Q]):
 
     passes: Sequence[Pass[Q]]
     costs: Any
-    budget: Budget
     progress: Progress
-    least_gain: float = 0.0
-    began: float = field(default_factory=time.monotonic)
-    tried: list[Branch[Q]] = field(default_factory=list)
-    untried: list[ProgramVariant] = field(default_factory=list)
 
     def run(self, program: Q) -> None:
         """Fill `tried`, the program as it is first, and `untried`."""
@@ -136,7 +117,7 @@ class VariantSearch(Generic[Q]):
         if not self._agreed(branch, compute * (1 - _LESS_COMPUTE) >= limit):
             return False
         reason = f"cannot gain {self.least_gain:.0%}: compute alone takes {compute * 1e3:,.3f} ms"
-        self.untried += [ProgramVariant(each.label, reason=reason) for each in compared]
+        self.untried += [Candidate(each.label, reason=reason) for each in compared]
         return True
 
     def _branch(self, candidate: ProgramCandidate[Q], at: int, end: int) -> Branch[Q]:
@@ -168,9 +149,7 @@ class VariantSearch(Generic[Q]):
         if branch.open.unfit is not None:
             return [branch]
         for alternative in compared.alternatives:
-            if self.budget.is_over(self.began):
-                name = _joined(branch.open.name, alternative.label)
-                self.untried.append(ProgramVariant.untried(name, self.budget.seconds))
+            if not self.has_time_for(_joined(branch.open.name, alternative.label)):
                 continue
             candidate = self._after(branch.open, alternative)
             if candidate.program is branch.open.program and candidate.unfit is None:
@@ -207,47 +186,25 @@ def run_passes(
     least_gain: float = 0.0,
     budget: Budget = _UNLIMITED,
     progress: Progress = lambda stage: None,
-) -> tuple[ProgramCandidate[Q], tuple[ProgramVariant, ...]]:
-    """Run the passes, verified after each. Returns the program and, if there were several, the variants that were
+) -> tuple[ProgramCandidate[Q], tuple[Candidate, ...]]:
+    """Run the passes, verified after each. Returns the program and, if there were several, the candidates that were
     compared.
 
     A pass that is taken by gain is kept only if the program after all passes simulates faster and stays under the
-    cap: the fastest variant wins, the first of equals; a rewrite has to be faster by the share `least_gain`. Raises
-    NoOrderError if no variant is under the cap.
+    cap: the fastest candidate wins, the first of equals; a rewrite has to be faster by the share `least_gain`. Raises
+    NoOrderError if no candidate is under the cap.
     """
-    search = VariantSearch(passes, costs, budget, progress, least_gain)
+    search = ProgramSearch(passes=passes, costs=costs, progress=progress, least_gain=least_gain, budget=budget)
     search.run(program)
-    if len(search.tried) == 1 and not search.untried:
-        chosen, variants = search.tried[0], tuple[ProgramVariant, ...]()
-    else:
-        chosen, variants = _fastest_branch(search.tried, least_gain)
-    if chosen.finished.unfit is not None:
-        raise chosen.finished.unfit
-    return chosen.finished, (*variants, *search.untried)
-
-
-def fastest(
-    names: Sequence[str], seconds: Sequence[float], least_gain: float
-) -> tuple[int, tuple[ProgramVariant, ...], str]:
-    """The index of the fastest program, the time of each, and why a pass of the others is not taken. Programs that are
-    not `AS_IT_IS` have to be faster by `least_gain`; if none fits (infinite seconds), the first."""
-    variants = tuple(
-        ProgramVariant(name, took) if took < math.inf else ProgramVariant(name, reason="does not fit under the cap")
-        for name, took in zip(names, seconds, strict=True)
-    )
-    handicap = [1.0 if name == AS_IT_IS else 1.0 / (1.0 - least_gain) for name in names]
-    at = min(range(len(names)), key=lambda i: seconds[i] * handicap[i])
-    return at, variants, "the program is not faster with it: " + "; ".join(map(str, variants))
-
-
-def _fastest_branch(branches: Sequence[Branch[Q]], least_gain: float) -> tuple[Branch[Q], tuple[ProgramVariant, ...]]:
-    """The fastest branch and the time of each. Its reports say why passes of other branches were not taken."""
-    names = [each.finished.name for each in branches]
-    at, variants, reason = fastest(names, [each.seconds for each in branches], least_gain)
-    chosen = branches[branches[0].open.program.agreed(at)]
-    rejected: dict[str, tuple[Report, ...]] = {}
-    for branch in branches:
-        for name, reports in branch.finished.reports.items():
-            rejected.setdefault(name, tuple(report.left(reason) for report in reports))
-    finished = replace(chosen.finished, reports={**rejected, **chosen.finished.reports})
-    return replace(chosen, finished=finished), variants
+    chosen, rows = search.tried[0].finished, tuple[Candidate, ...]()
+    if len(search.tried) > 1 or search.untried:
+        at, rows, reason = search.fastest()
+        chosen = search.tried[program.agreed(at)].finished
+        rejected: dict[str, tuple[Report, ...]] = {}
+        for branch in search.tried:
+            for name, reports in branch.finished.reports.items():
+                rejected.setdefault(name, tuple(report.left(reason) for report in reports))
+        chosen = replace(chosen, reports={**rejected, **chosen.reports})
+    if chosen.unfit is not None:
+        raise chosen.unfit
+    return chosen, (*rows, *search.untried)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from meshweave.passes.base import MeshProgram, Numerics, Pass, Scope, Stage
 from meshweave.passes.graph_program import GraphProgram
-from meshweave.rings import DecomposeOptions, DecomposeReport, GraphTrials, decompose
+from meshweave.rings import DecomposeOptions, DecomposeReport, decompose, decompose_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,14 @@ class Decompose(DecomposeOptions, Pass[Any]):
         return program.each_role(lambda role: decompose(role, costs, self))
 
     def of_graph(self, program: GraphProgram, costs: Any) -> tuple[GraphProgram, tuple[DecomposeReport, ...]]:
-        cap, order = program.memory_cap_bytes, program.order
-        trials = GraphTrials(program.module, costs, program.groups, program.rank, self, cap, order)
-        candidate = trials.chosen(program.agree)
-        is_left = not candidate.report.num_taken
-        return program if is_left else program.with_module(candidate.module), (candidate.report,)
+        module, report = decompose_graph(
+            program.module,
+            cost=costs,
+            groups=program.groups,
+            rank=program.rank,
+            options=self,
+            memory_cap_bytes=program.memory_cap_bytes,
+            overlap_options=program.order,
+            agree=program.agree,
+        )
+        return program.with_module(module) if report.num_taken else program, (report,)

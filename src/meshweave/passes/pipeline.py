@@ -16,12 +16,13 @@ from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank, verify_step
-from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, ProgramVariant, Stage
-from meshweave.passes.candidates import AS_IT_IS, Budget, Gathered, Progress, run_passes
+from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Stage
+from meshweave.passes.candidates import Progress, run_passes
 from meshweave.rings import DecomposeReport, prove_rings
 from meshweave.rows import SplitReport
 from meshweave.schedule import OverlapReport
 from meshweave.schedule.decide import NoOrderError
+from meshweave.search import AS_IT_IS, Budget, Candidate, Gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class Optimized:
     unscheduled: tuple[RankGraph, ...]
     reports: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     name: str = AS_IT_IS
-    variants: tuple[ProgramVariant, ...] = ()
+    variants: tuple[Candidate, ...] = ()
 
     @property
     def keeps(self) -> tuple[KeepReport, ...]:

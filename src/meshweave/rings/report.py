@@ -35,12 +35,9 @@ class RingRow:
 @dataclass(frozen=True, slots=True)
 class DecomposeReport:
     """Every all-gather, reduce-scatter, all-reduce and all-to-all of a role: first those merged into an equal
-    collective, then in order. The gather of a decomposed all-reduce follows it. For any graph with costs also the
-    seconds of the whole graph before and after, each in its best order; else 0."""
+    collective, then in order. The gather of a decomposed all-reduce follows it."""
 
     rows: tuple[RingRow, ...]
-    seconds_before: float = 0.0
-    seconds_after: float = 0.0
 
     @property
     def num_taken(self) -> int:
@@ -61,9 +58,6 @@ class DecomposeReport:
         if self.rows:
             schemes = Counter(row.scheme for row in self.rows if row.is_taken)
             head += f": {', '.join(f'{n} {scheme}' for scheme, n in schemes.items()) or self.rows[0].reason}"
-        if self.seconds_before:
-            head += f"; the graph takes {_microseconds(self.seconds_after)} instead of "
-            head += _microseconds(self.seconds_before)
         return "\n".join([head, *(f"  {row}" for row in self.rows)])
 
 

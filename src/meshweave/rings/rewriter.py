@@ -10,12 +10,15 @@ import torch
 from torch import fx
 
 from meshweave.chunks.chains import Downstream, Shapes, Upstream
+from meshweave.chunks.cut import kind_of
 from meshweave.chunks.writer import ChunkWriter, Ring, RingKind, ring_of
+from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
-from meshweave.ir.collectives import ALL_TO_ALL
+from meshweave.ir.collectives import ALL_GATHER, ALL_TO_ALL
 from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.graph import origin_of, place_of, wide_dtype
-from meshweave.ir.rank import operands_of
+from meshweave.ir.from_role import rewrite_role
+from meshweave.ir.graph import erase_unused, origin_of, place_of, wide_dtype
+from meshweave.ir.rank import RankGraph, operands_of
 from meshweave.problem.prices import ProfilePrices
 from meshweave.problem.read import read_problem
 from meshweave.rings.algorithms import algorithm, prove
@@ -26,7 +29,8 @@ from meshweave.rings.price import Estimate, Kernels, RingPrices, exchange_estima
 from meshweave.rings.proof import prove_rings
 from meshweave.rings.report import DecomposeReport, RingRow, gain_text, joined_reasons, no_gain_text, shared_row
 from meshweave.rings.rewrite import RingScheme, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of
-from meshweave.rings.share import Shared, share_gathers
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class RingChoice:
 
 
 C = TypeVar("C", Downstream, Upstream)
+# a removed gather: its name, its group, and the name of the gather that replaces it
+Shared = tuple[str, str, str]
 # Among the choices for a start: that chosen, and the reason if it is not taken after all ("": it is taken).
 Pick = Callable[[fx.Node, Sequence[RingChoice]], tuple[int, str]]
 
@@ -322,3 +328,70 @@ def _kernels(program: DeviceProgram, profile: MachineProfile) -> Kernels:
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     nodes = sorted((n for i, n in enumerate(reading.nodes) if i not in reading.rows), key=order.__getitem__)
     return [(order[node], prices.compute(node)) for node in nodes]
+
+
+def decompose(
+    role: RankGraph, costs: object = None, options: DecomposeOptions | None = None
+) -> tuple[RankGraph, DecomposeReport]:
+    """A new rank graph in which collectives beside matmuls are decomposed, and the outcome of each; the role is not
+    changed, and is itself returned if none is.
+
+    An all-gather whose value is used by matmuls (possibly after views, casts and elementwise ops) becomes a ring of
+    permutes with a product for each chunk; so does a reduce-scatter of matmuls' results, and an all-reduce as a
+    reduce-scatter and an all-gather. Message i + 1 is started before product i. `costs` is a MachineProfile (unused
+    with when="always"). Raises MeshweaveError for costs without compute, and for unknown algorithms.
+    """
+    options = options or DecomposeOptions()
+    if options.when == "gain" and not isinstance(costs, MachineProfile):
+        raise MeshweaveError(
+            "decomposing collectives needs costs of compute and of links",
+            got=type(costs).__name__,
+            expected='a MachineProfile, such as load_profile("h100")',
+            hint='or DecomposeOptions(when="always")',
+        )
+    profile = costs if isinstance(costs, MachineProfile) and options.when == "gain" else None
+    pick = first if profile is None else by_gain(options.margin)
+
+    def rewrite(program: DeviceProgram) -> tuple[fx.Graph | None, DecomposeReport]:
+        report, _ = take_apart(program, options, pick, profile)
+        return program.graph if report.num_taken else None, report
+
+    return rewrite_role(role, rewrite)
+
+
+def share_gathers(program: DeviceProgram) -> tuple[Shared, ...]:
+    """Replace gathers of a phase that gather the same activation over the same group by the first of them.
+
+    Returns for each removed gather: its name, its group, and the name of the gather that replaces it. Parameters are
+    excluded: how long they stay gathered is decided where they are moved.
+    """
+    first: dict[Any, fx.Node] = {}
+    lasting, shared = program.lasting(), list[Shared]()
+    for start in [node for node in program.graph.nodes if node.target is ALL_GATHER.op]:
+        if start in lasting or program.refused(start):
+            continue
+        kept = first.setdefault((_unviewed(start.args[0]), start.args[1:], origin_of(start).phase), start)
+        if kept is start:
+            continue
+        wait, its = wait_of(start), wait_of(kept)
+        order = {node: i for i, node in enumerate(program.graph.nodes)}
+        if order[wait] < order[its]:
+            wait.prepend(its)
+        wait.replace_all_uses_with(its)
+        shared.append((start.name, str(start.args[-1]), kept.name))
+        erase_unused(program.graph, [wait])
+    return tuple(shared)
+
+
+def _unviewed(value: Any) -> Any:
+    """A value as text, down to its first ancestor that is not a view."""
+    if not isinstance(value, fx.Node):
+        return str(value)
+    kind = kind_of(value)
+    if kind is None or not (kind.is_free or value.target is aten.contiguous.default):
+        return value
+    return (
+        value.target,
+        *map(_unviewed, value.args),
+        *((name, _unviewed(arg)) for name, arg in value.kwargs.items()),
+    )

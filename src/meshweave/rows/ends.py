@@ -6,9 +6,8 @@ experts (`arange(capacity, ...)`), each grouped matmul may write down its ends f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -19,19 +18,22 @@ from meshweave.ir.verify import verify_step
 from meshweave.sharding.mapping import Homes
 
 
-def share_ends(step: StepGraph, homes_of: Callable[[StepGraph], Homes]) -> StepGraph:
-    """The step in which ops by rows with equal ends on the same devices (`homes_of` a step) take the same ends; the
-    step itself if no ends are equal."""
-    if not _equal(step, dict.fromkeys(step.graph.nodes)):
-        return step
-    step = replace(step, graph=copied_graph(step.graph))
-    for op, ends in _equal(step, homes_of(step)).items():
-        op.replace_input_with(tensor_inputs(op)[-1], ends)
+def share_ends(step: StepGraph, homes: Homes) -> tuple[StepGraph, Homes]:
+    """The step in which ops by rows with equal ends on the same devices (`homes` of its nodes) take the same ends, and
+    the devices of its nodes; the step itself if no ends are equal."""
+    others = _equal(step, homes)
+    if not others:
+        return step, homes
+    copies: dict[fx.Node, fx.Node] = {}
+    step = replace(step, graph=copied_graph(step.graph, copies))
+    for op, ends in others.items():
+        copies[op].replace_input_with(tensor_inputs(copies[op])[-1], copies[ends])
     step.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-    return verify_step(step)
+    at = {copies[node]: mesh for node, mesh in homes.items()}
+    return verify_step(step), {node: at[node] for node in step.graph.nodes}
 
 
-def _equal(step: StepGraph, home: Any) -> dict[fx.Node, fx.Node]:
+def _equal(step: StepGraph, home: Homes) -> dict[fx.Node, fx.Node]:
     """The ops by rows with other ends than an earlier op at the same `home` whose ends are equal; and these ends."""
     numbers, first = _Numbers(step), dict[Hashable, fx.Node]()
     others: dict[fx.Node, fx.Node] = {}

@@ -3,7 +3,7 @@ compute of another (Domino, Wang et al., arXiv:2409.15241). Weights are gathered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,13 +18,11 @@ from meshweave.ir.described import is_symbolic
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import Spec, copied_module, op_name, tensor_inputs
 from meshweave.rings.lower import rewrite_graph
-from meshweave.rows.options import SplitOptions
 from meshweave.rows.regions import Regions, regions, work_of
 from meshweave.rows.row_rules import ATTENTION, fits
 from meshweave.rows.write import RowWriter
 
 aten = torch.ops.aten
-Seconds = Callable[[fx.GraphModule], float]
 Dim = int | tuple[int, int]  # a dim, or (dim, outer): the dim is [outer, rows, ...], rows of every outer index are cut
 
 _META = torch.device("meta")
@@ -84,49 +82,18 @@ class SplitReport:
 
 
 def split_batch(
-    gm: fx.GraphModule,
-    num_chunks: int | Sequence[int] = 2,
-    *,
-    dims: Mapping[str, Dim] | None = None,
-    seconds: Seconds | None = None,
-    fuse_sums: bool = True,
+    gm: fx.GraphModule, num_chunks: int = 2, *, dims: Mapping[str, Dim] | None = None, fuse_sums: bool = True
 ) -> tuple[fx.GraphModule, SplitReport]:
     """A new graph in which row-wise ops run in chunks of the rows; the input is not changed.
 
-    gm: an ATen graph with functional collectives and fake tensors in meta["val"]: forward, backward, or both.
-    num_chunks: a number of chunks, or several to choose from by `seconds`.
-    dims, fuse_sums: those of `split_program`.
-    seconds: the time of a graph, preferably after ordering (`lambda g: mw.overlap(g, cost=profile)[1].seconds`): the
-    split is taken if it is faster. Without it, it is taken wherever a collective is in a region. If the joint graph is
-    split, before the partitioner, saved activations stay in chunks and nothing is joined. Raises MeshweaveError for
-    invalid arguments; a graph that cannot be split is returned as a copy, with the reason.
+    gm: an ATen graph with functional collectives and fake tensors in meta["val"]: forward, backward, or both. If the
+    joint graph is split, before the partitioner, saved activations stay in chunks and nothing is joined.
+    num_chunks, dims, fuse_sums: those of `split_program`. Raises MeshweaveError for invalid arguments; a graph that
+    cannot be split is returned as a copy, with the reason.
     """
-    counts = (num_chunks,) if isinstance(num_chunks, int) else tuple(num_chunks)
-    if len(counts) > 1 and seconds is None:
-        raise MeshweaveError(
-            "several numbers of chunks need a criterion",
-            got=f"num_chunks={num_chunks!r}, no seconds",
-            hint="pass seconds=lambda g: mw.overlap(g, cost=profile)[1].seconds",
-        )
-    options = SplitOptions(counts, "gain" if seconds is not None else "always")
-    before = seconds(gm) if seconds is not None else 0.0
-    best: tuple[fx.GraphModule, SplitReport] | None = None
-    for count in options.num_chunks:
-        rewrite = partial(split_program, num_chunks=count, dims=dims, fuse_sums=fuse_sums)
-        module, report = rewrite_graph(gm, rewrite)
-        if report.is_taken and seconds is not None:
-            report = replace(report, seconds_before=before, seconds_after=seconds(module))
-        if best is None or _rank(report) < _rank(best[1]):
-            best = module, report
-    assert best is not None
-    module, report = best
-    if report.is_taken and seconds is not None and report.seconds_after >= before:
-        return copied_module(gm), replace(report, is_taken=False, reason="it is not faster in chunks")
+    rewrite = partial(split_program, num_chunks=num_chunks, dims=dims, fuse_sums=fuse_sums)
+    module, report = rewrite_graph(gm, rewrite)
     return copied_module(gm) if module is gm else module, report
-
-
-def _rank(report: SplitReport) -> tuple[bool, float]:
-    return not report.is_taken, report.seconds_after
 
 
 def split_program(

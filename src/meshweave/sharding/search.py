@@ -13,6 +13,7 @@ from torch import nn
 from meshweave.errors import LayoutError
 from meshweave.ir import ops
 from meshweave.ir.graph import StepGraph, spec_of
+from meshweave.search import descend
 from meshweave.sharding.assign import Price
 from meshweave.sharding.plans import Resolved
 from meshweave.sharding.styles import apply_style, style_dims
@@ -42,20 +43,17 @@ def twins(model: nn.Module, resolved: Resolved, axis: str) -> list[Twins]:
 
 def choose_tp(
     model: nn.Module,
-    step: StepGraph,
     resolved: Resolved,
     axis: str,
     place_with: Callable[[Resolved], StepGraph],
     price: Price,
 ) -> Resolved:
-    """`found` with a style for every open weight over `axis`.
+    """The plan with a style for every open weight over `axis`.
 
     Coordinate descent from all-colwise over groups of twins, the last of the model first (a row weight ends a pair, so
-    it is decided before the column weight that begins it). A candidate's cost is the price of all moves of the placed
-    step, forward and backward. The search ends when a round changes nothing (two rounds at most). `place_with(found)`
-    places the step under a candidate."""
+    it is decided before the column weight that begins it); two rounds at most. A candidate's cost is the price of all
+    moves of the placed step, forward and backward. `place_with(plan)` places the step under a candidate."""
     groups = twins(model, resolved, axis)
-    styles = ("colwise",) * len(groups)
 
     @cache  # the second round comes to candidates of the first
     def cost(styles: tuple[str, ...]) -> float:
@@ -66,17 +64,10 @@ def choose_tp(
         moves = [n for n in placed.graph.nodes if n.target is ops.move]
         return sum(price(n.args[0].meta["layout"], n.meta["layout"], spec_of(n)) for n in moves)
 
-    best = cost(styles)
-    for _ in range(2):
-        before = best
-        for at in reversed(range(len(groups))):
-            other = (*styles[:at], "rowwise" if styles[at] == "colwise" else "colwise", *styles[at + 1 :])
-            value = cost(other)
-            if value < best:
-                best, styles = value, other
-        if best == before:
-            break
-    return _styled(model, resolved, groups, styles, axis)
+    colwise = dict.fromkeys(range(len(groups)), "colwise")
+    alternatives = dict.fromkeys(reversed(range(len(groups))), ("colwise", "rowwise"))
+    styles = descend(colwise, alternatives, lambda styles: cost(tuple(styles.values())), rounds=2)
+    return _styled(model, resolved, groups, tuple(styles.values()), axis)
 
 
 def _styled(

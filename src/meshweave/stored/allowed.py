@@ -21,11 +21,11 @@ from meshweave.ir.rank import Transfer
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Step
 from meshweave.movement.within import Request
-from meshweave.passes.base import ProgramVariant
 from meshweave.rings.attention import AttentionReport, AttentionRow
 from meshweave.rings.report import DecomposeReport, RingRow
 from meshweave.rows.split import SplitReport, Whole
 from meshweave.schedule.report import CandidateRow, CollectiveRow, Merge, OverlapReport
+from meshweave.search import Candidate
 from meshweave.sharding.assign import Assignment, Own, PassedPartial, Shard
 
 CLASSES: Mapping[str, type[Any]] = {
@@ -33,7 +33,7 @@ CLASSES: Mapping[str, type[Any]] = {
     for each in (
         *(Spec, Origin, Input, DimSharding, Layout, Transfer, Ring, Mark),
         *(Assignment, Shard, PassedPartial, Own, MovePlan, Step, Request),
-        *(KeepReport, SplitReport, Whole, DecomposeReport, RingRow, ProgramVariant),
+        *(KeepReport, SplitReport, Whole, DecomposeReport, RingRow, Candidate),
         *(AttentionReport, AttentionRow),
         *(OverlapReport, CandidateRow, CollectiveRow, Merge),
     )

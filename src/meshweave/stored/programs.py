@@ -20,8 +20,8 @@ from meshweave.interop.ops import OpOverload, is_operator
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.passes import Optimized
-from meshweave.passes.candidates import Gathered
 from meshweave.program import PlanInputs, Planned
+from meshweave.search import Gathered
 from meshweave.sharding.placement import Placement
 from meshweave.sharding.registry import registrations
 from meshweave.stored.codec import Decoder, Encoder, KeyEncoder, NoFormError

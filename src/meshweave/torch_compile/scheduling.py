@@ -21,7 +21,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.fake import unset_fake_temporarily
 from meshweave.interop.process_groups import is_in_job, ranks_of_groups
 from meshweave.ir.collectives import collective_of
-from meshweave.passes import GraphProgram, Overlap, Pass, ProgramVariant, pipeline_of
+from meshweave.passes import GraphProgram, Overlap, Pass, pipeline_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
 from meshweave.passes.options import GROUPS, PassesArgument
@@ -29,6 +29,7 @@ from meshweave.rows import SplitReport
 from meshweave.runtime.consensus import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapReport
 from meshweave.schedule.decide import OrderOptions
+from meshweave.search import Candidate
 from meshweave.torch_compile.agreement import Agreement, GraphsDifferError, only_group, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
 
@@ -130,7 +131,7 @@ class BackendSettings:
         cost, note = _usual(graph)
         return cost, (*self.notes, note)
 
-    def _tell(self, report: Any, notes: tuple[str, ...], variants: Sequence[ProgramVariant]) -> None:
+    def _tell(self, report: Any, notes: tuple[str, ...], variants: Sequence[Candidate]) -> None:
         if self.report is None:
             return
         if isinstance(report, OverlapReport):
