@@ -26,7 +26,7 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.hardware.profile import MachineProfile
-from meshweave.ir.from_role import rewrite_role
+from meshweave.ir.device_program import rewrite_role
 from meshweave.ir.rank import RankGraph
 from meshweave.program import Program
 from meshweave.rings import DecomposeOptions, DecomposeReport, decompose

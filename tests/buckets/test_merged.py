@@ -13,7 +13,7 @@ from torch import fx
 from meshweave.buckets.merge import Merger
 from meshweave.buckets.merged import Item, Merged, MergedWriter
 from meshweave.buckets.write import rewrite
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.problem.figures import fill_prices
 from meshweave.problem.prices import costs_of

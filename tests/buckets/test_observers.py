@@ -9,7 +9,7 @@ from tests.schedule.graphs import ATEN, Builder
 from torch import fx
 
 from meshweave.buckets.observers import observed_storages
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import graph_program
 
 
 def observed(read: Callable[[Builder, fx.Node], fx.Node]) -> set[str]:
@@ -19,9 +19,9 @@ def observed(read: Callable[[Builder, fx.Node], fx.Node]) -> set[str]:
     value = b.relu("value", b.placeholder("x"))
     result = read(b, value)
     b.done(b.call("total", ATEN.sum.default, result))
-    values = graph_program(b.graph).values
-    storages = observed_storages(b.graph, values)
-    return {n.name for n in b.graph.nodes for x in values[n] if x.storage in storages}
+    program = graph_program(b.graph)
+    storages = observed_storages(program)
+    return {n.name for n in b.graph.nodes for x in program.values[n] if x.storage in storages}
 
 
 PLAIN: dict[str, Callable[[Builder, fx.Node], fx.Node]] = {
@@ -50,5 +50,5 @@ def test_a_storage_is_observed_through_a_view() -> None:
     b = Builder()
     value = b.relu("value", b.placeholder("x"))
     b.done(b.call("view", ATEN.view.default, value, [64]))
-    values = graph_program(b.graph).values
-    assert observed_storages(b.graph, values) == {values[value][0].storage}
+    program = graph_program(b.graph)
+    assert observed_storages(program) == {program.values[value][0].storage}

@@ -27,7 +27,7 @@ from meshweave.chunks.chains import (
 from meshweave.chunks.cut import FIXED, Cut, NoCut
 from meshweave.chunks.writer import ChunkWriter
 from meshweave.ir import local_ops
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import graph_program
 from meshweave.ir.graph import Origin, copied_graph
 from meshweave.ir.rank import ring_index
 from meshweave.ir.values import Value

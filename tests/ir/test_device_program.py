@@ -12,11 +12,10 @@ from torch import fx
 import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import ALL_GATHER, STARTS, WAIT
-from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.from_graph import graph_program
-from meshweave.ir.from_role import role_form
+from meshweave.ir.device_program import DeviceProgram, graph_program
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph
+from meshweave.schedule.parts import form_of
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +28,8 @@ def role() -> RankGraph:
 
 def test_a_role_has_parts_and_comes_back_as_it_was(role: RankGraph) -> None:
     before = role.text()
-    form = role_form(role, {}, ())
-    program = form.program
+    form = form_of(role)
+    program = form.program({}, (), with_uneven=True)
     assert role.text() == before
     assert [fence.gathers_pass for fence in program.fences] == [True, False]  # backward, update
     position = {node: i for i, node in enumerate(program.graph.nodes)}

@@ -14,7 +14,7 @@ from tests.schedule.graphs import ATEN, STARTS, Builder, assert_same_values, by_
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import graph_program
 from meshweave.problem.prices import CallablePrices, checked_cost
 from meshweave.problem.read import read_problem
 from meshweave.schedule import overlap

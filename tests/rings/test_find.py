@@ -9,7 +9,7 @@ from torch import fx
 from meshweave.chunks.chains import Downstream, Shapes, Upstream
 from meshweave.chunks.cut import LOOSE, Cut
 from meshweave.chunks.writer import Ring
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import graph_program
 from meshweave.rings.algorithms import algorithm
 from meshweave.rings.find import earlier, gathered, hoisted, needed, reduced, starts_of, variants
 from meshweave.rings.rewrite import RingScheme

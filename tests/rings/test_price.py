@@ -13,7 +13,7 @@ from torch import fx
 from meshweave.chunks.chains import Shapes
 from meshweave.chunks.writer import Ring
 from meshweave.hardware.work import MemoryWork
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import graph_program
 from meshweave.rings.algorithms import algorithm
 from meshweave.rings.find import gathered, reduced
 from meshweave.rings.play import MessageCost, play_gather, play_reduce

@@ -9,8 +9,7 @@ import pytest
 from tests.schedule.graphs import ATEN, Builder, assert_same_values, starts
 from torch import fx
 
-from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import DeviceProgram, graph_program
 from meshweave.ir.graph import Origin
 from meshweave.rings.rewriter import Shared, share_gathers
 

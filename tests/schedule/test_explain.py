@@ -11,7 +11,7 @@ from tests.schedule.graphs import ATEN, Builder, Cost, by_name, by_size, groups_
 from torch import fx
 
 from meshweave.buckets.merge import Merger
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import graph_program
 from meshweave.problem.figures import fill_prices
 from meshweave.problem.play import play
 from meshweave.problem.prices import costs_of

@@ -12,8 +12,7 @@ from tests.schedule.graphs import Builder, assert_same_values, by_name, groups_o
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import DeviceProgram, graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.problem.figures import CostNumbers
 from meshweave.problem.prices import costs_of

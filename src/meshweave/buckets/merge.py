@@ -56,7 +56,7 @@ class Merger:
             needs = [d for m in (c, *self.preludes[c]) for d in problem.deps[m] if d not in self.preludes[c]]
             self.after[c] = max(needs, default=-1)
         self.before = _ancestors(problem)
-        self.observed = observed_storages(self.reading.graph, self.reading.values)
+        self.observed = observed_storages(self.reading.program)
         self.when = list(accumulate(problem.seconds))
 
     def key(self, start: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -14,9 +13,9 @@ from torch import fx
 from meshweave.interop.ops import is_operator, operator_name
 from meshweave.ir.aliases import written_of
 from meshweave.ir.collectives import WAIT, collective_of
-from meshweave.ir.from_role import begin
+from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.rank import SYMBOLS
-from meshweave.ir.values import Values
+from meshweave.problem.fences import begin
 
 # Namespaces whose ops see only elements, and the exceptions among them: ops that use an offset into the storage,
 # exchange or resize it, or need an offset that is a multiple of a larger element.
@@ -25,16 +24,16 @@ _SEEING = re.compile(r"as_strided|storage|resize|^set(_|$)|_nested|view_as_compl
 _INDIFFERENT = frozenset({WAIT, operator.getitem, begin, *SYMBOLS})
 
 
-def observed_storages(graph: fx.Graph, values: Mapping[fx.Node, Values]) -> frozenset[int]:
+def observed_storages(program: DeviceProgram) -> frozenset[int]:
     """The storages that must not be replaced by views: those of outputs, those that an op writes, and those of an
     operand of an op that may see more than elements. A tensor in any other storage may become a view into a larger
     storage."""
-    storages = set[int]()
-    for node in graph.nodes:
+    seen = program.results()
+    for node in program.graph.nodes:
         is_plain = node.op in ("placeholder", "get_attr") or (node.op == "call_function" and _sees_elements(node))
-        if not is_plain:
-            storages.update(x.storage for n in node.all_input_nodes for x in values[n])
-    return frozenset(storages)
+        if not is_plain and node.op != "output":
+            seen += node.all_input_nodes
+    return frozenset(x.storage for node in seen for x in program.values[node])
 
 
 def _sees_elements(node: fx.Node) -> bool:

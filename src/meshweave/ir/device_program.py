@@ -1,17 +1,25 @@
-"""What a device runs, in the form in which passes take it, from either source: expansion (ir/from_role.py), or graphs
-such as torch.compile's (ir/from_graph.py)."""
+"""What a device runs, in the form in which passes take it, from either source: a role of a step, or a graph such as
+torch.compile's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import fx
 
+from meshweave.errors import MeshweaveError
+from meshweave.interop.process_groups import is_in_job, ranks_of_group
+from meshweave.ir.collectives import collective_of, group_of
+from meshweave.ir.described import values_of
+from meshweave.ir.graph import Spec, argument, place_of
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import SYMBOLS
-from meshweave.ir.values import Values
+from meshweave.ir.rank import SYMBOLS, RankGraph, copied
+from meshweave.ir.values import Values, local_values, uneven_dims
+from meshweave.ir.verify import verify_rank
+
+_AXIS = "group"  # the only axis of the mesh that represents a named group
 
 # in the form that profiles take: a mesh, and the axes along which devices communicate
 Group = tuple[Mesh, tuple[str, ...]]
@@ -36,7 +44,8 @@ class DeviceProgram:
     is_whole: nothing else lives on the device while it runs. checks_groups: the caller has named groups, so all must be
     known. sources: inputs that outlive the graph, or may, such as parameters. refused: for a start, why it must not be
     changed, whatever the costs; "" if it may be. symbols: the numbers of symbolic nodes on the device that `values` are
-    of. batch: inputs whose first dim are rows of the batch; None if unknown.
+    of. batch: inputs whose first dim are rows of the batch; None if unknown. queues: starts that keep their order in a
+    queue of this name. dropped: numbers of outputs that nobody reads.
     """
 
     graph: fx.Graph
@@ -51,6 +60,14 @@ class DeviceProgram:
     refused: Callable[[fx.Node], str] = lambda start: ""
     symbols: Mapping[fx.Node, Any] = field(default_factory=dict)
     batch: tuple[fx.Node, ...] | None = None
+    queues: Mapping[fx.Node, str] = field(default_factory=dict)
+    dropped: frozenset[int] = frozenset()
+
+    def results(self) -> list[fx.Node]:
+        """The outputs that are read."""
+        outputs: list[fx.Node] = []
+        fx.map_arg(self.graph.output_node().args, outputs.append)
+        return [node for i, node in enumerate(outputs) if i not in self.dropped]
 
     def lasting(self) -> set[fx.Node]:
         """Values that depend only on inputs that outlive the graph."""
@@ -65,3 +82,131 @@ R = TypeVar("R")
 # A pass over what a device runs: the graph that replaces the program's (whose own graph it may change and return), None
 # if unchanged; and its report.
 Rewrite = Callable[[DeviceProgram], tuple[fx.Graph | None, R]]
+
+
+# roles
+
+
+def rewrite_role(role: RankGraph, rewrite: Rewrite[R]) -> tuple[RankGraph, R]:
+    """The role with the graph that `rewrite` returns, verified; `role` itself, unchanged, if it returns none."""
+    own = copied(role)
+    graph, report = rewrite(role_program(own))
+    if graph is None:
+        return role, report
+    rewritten = replace(own, graph=graph)
+    for node, values in local_values(rewritten).values.items():
+        if "spec" not in node.meta and values and node.target not in SYMBOLS:
+            specs = tuple(Spec(x.shape, x.dtype) for x in values)
+            node.meta["spec"] = specs[0] if len(specs) == 1 else specs
+    return verify_rank(rewritten), report
+
+
+def role_program(role: RankGraph) -> DeviceProgram:
+    """A role with its symbols and transfers, for passes that add ops to its graph."""
+    sources = role.sources
+    local = local_values(role)
+
+    def refused(start: fx.Node) -> str:
+        """Devices of other roles would not know of its new messages."""
+        return "" if role.has_all_of(str(start.args[-1])) else "its group has devices of other roles"
+
+    return DeviceProgram(
+        role.graph,
+        local.values,
+        lambda start: role.group_axes(str(start.args[-1])),
+        lambda node: False,
+        uneven=uneven_dims(role, local),
+        is_whole=True,
+        sources=frozenset(node for node, item in sources.items() if item.kind != "batch"),
+        refused=refused,
+        symbols=local.symbols,
+        batch=tuple(node for node, item in sources.items() if item.kind == "batch"),
+    )
+
+
+# other graphs
+
+
+@dataclass(slots=True)
+class NamedGroups:
+    """Groups by the names that collectives use: from the caller, else from torch.distributed."""
+
+    named: Mapping[str, Sequence[int]]
+    meshes: dict[str, Mesh] = field(default_factory=dict)
+
+    def __call__(self, start: fx.Node) -> Group:
+        """The group of a start. Raises MeshweaveError, with the node, for a group that is unknown, or whose size
+        contradicts the op's own argument."""
+        name = group_name(start)
+        ranks = self.ranks(start, name) if name not in self.meshes else self.meshes[name].devices
+        if name not in self.meshes:
+            self.meshes[name] = Mesh({_AXIS: len(ranks)}, devices=ranks)
+        _check_size(start, name, ranks)
+        return self.meshes[name], (_AXIS,)
+
+    def ranks(self, start: fx.Node, name: str) -> tuple[int, ...]:
+        ranks = tuple(self.named[name]) if name in self.named else _registered(_group(start))
+        if not ranks:
+            raise MeshweaveError(
+                "the group of a collective is unknown",
+                where=place_of(start),
+                got=repr(name),
+                expected=f"one of {', '.join(map(repr, self.named))}" if self.named else "a group of torch.distributed",
+                hint="pass groups={name: ranks}, or a cost callable, which needs no ranks",
+            )
+        return ranks
+
+
+def group_name(start: fx.Node) -> str:
+    """The name of the group argument of a collective, which may be the group itself."""
+    group = _group(start)
+    return str(getattr(group, "group_name", group))
+
+
+def _group(start: fx.Node) -> Any:
+    row = collective_of(start)
+    assert row is not None, f"{start.name} does not start a communication"
+    return group_of(start, row)
+
+
+def _check_size(start: fx.Node, name: str, ranks: Sequence[int]) -> None:
+    row = collective_of(start)
+    size = argument(start, row.size) if row is not None and row.size >= 0 else None
+    if isinstance(size, int) and size != len(ranks):
+        raise MeshweaveError(
+            "a collective's group size contradicts its group",
+            where=place_of(start),
+            got=f"group_size {size}",
+            expected=f"{len(ranks)}, the size of group {name!r}: ranks {tuple(ranks)[:8]}",
+        )
+
+
+def _registered(group: Any) -> tuple[int, ...]:
+    """The ranks of a group that torch.distributed knows; empty otherwise."""
+    if not is_in_job():
+        return ()
+    if not isinstance(group, str):
+        return ranks_of_group(group)
+    try:
+        return ranks_of_group(group)
+    except (RuntimeError, ValueError, KeyError):
+        return ()
+
+
+def releasable_of(graph: fx.Graph) -> Callable[[fx.Node], bool]:
+    """Which placeholders may be freed after their last use: in a backward graph of torch.compile, which gets saved
+    activations and tangents in a list that it empties, all except the parameters."""
+    names = [n.name for n in graph.nodes if n.op == "placeholder"]
+    is_backward = any(name.startswith("tangents") for name in names)
+    return lambda node: is_backward and not node.name.startswith("primals")
+
+
+def graph_program(
+    graph: fx.Graph,
+    groups: Mapping[str, Sequence[int]] | None = None,
+    values: Mapping[fx.Node, Values] | None = None,
+) -> DeviceProgram:
+    """A graph whose values are described by meta["val"] or by `values`; `groups`: ranks by name.
+    Raises VerifyError for a node whose tensors are not described."""
+    inferred = values_of(graph) if values is None else values
+    return DeviceProgram(graph, inferred, NamedGroups(groups or {}), releasable_of(graph), checks_groups=bool(groups))

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 from torch import fx
 
 from meshweave.capture.recompute import Cuts
-from meshweave.ir.device_program import R, Rewrite
-from meshweave.ir.from_role import rewrite_role
+from meshweave.ir.device_program import R, Rewrite, rewrite_role
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank

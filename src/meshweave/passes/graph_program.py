@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import VerifyError
-from meshweave.ir.device_program import R, Rewrite
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import R, Rewrite, graph_program
 from meshweave.ir.graph import output_node
 from meshweave.problem.figures import Agree, CostNumbers, fingerprint
 from meshweave.problem.read import read_problem

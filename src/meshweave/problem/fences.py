@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from meshweave.problem.problem import Problem
+
+
+def begin(phase: str, *needed: Any) -> None:
+    """Marks where a part of the step begins; its operands are available by then."""
+    raise AssertionError("a fence is removed before the graph is run")
 
 
 def hold_fences(problem: Problem, fences: Sequence[tuple[int, bool]]) -> None:

@@ -19,7 +19,7 @@ from meshweave.hardware.collectives import collective_seconds, host_seconds
 from meshweave.hardware.profile import MachineProfile
 from meshweave.hardware.work import MemoryWork, Work
 from meshweave.ir.aliases import is_view_op
-from meshweave.ir.collectives import transfer
+from meshweave.ir.collectives import TRANSFER
 from meshweave.ir.graph import argument, op_name, place_of
 from meshweave.problem.read import Reading
 from meshweave.simulate.classify import known_kind, memory_work, priced_by_bytes, work_of
@@ -285,12 +285,12 @@ class ProfilePrices:
         return seconds - host, host
 
     def curve(self, item: int) -> Curve:
-        if self.reading.nodes[item].target is transfer:  # it is never merged
+        if self.reading.rows[item] is TRANSFER:  # it is never merged
             return Curve((self.start(item, 0.0),) * len(SIZES))
         return Curve(tuple(self.parts(item, size)[0] for size in SIZES))
 
     def host(self, item: int) -> Curve:
-        if self.reading.nodes[item].target is transfer:
+        if self.reading.rows[item] is TRANSFER:
             return _NOTHING
         return Curve(tuple(self.parts(item, size)[1] for size in SIZES))
 

@@ -14,7 +14,7 @@ from torch import fx
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.interop.ops import is_operator, operator_name
 from meshweave.ir.aliases import is_view_op, written_of
-from meshweave.ir.collectives import WAIT, Collective, collective_of, group_of
+from meshweave.ir.collectives import TRANSFER, WAIT, Collective, collective_of, group_of
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import place_of
 from meshweave.ir.rank import SYMBOLS
@@ -103,16 +103,22 @@ class _GraphReader:
                 self.reading.free[node] = None
                 self.place(node, before=True, kept=True)
             elif node.op == "output":
-                self.finish(node)
+                self.finish()
             elif node.target is WAIT:
                 self.wait(node)
             else:
-                row, op = collective_of(node) if node.op == "call_function" else None, self.op_of(node)
+                row, op = self.row_of(node), self.op_of(node)
                 if row is None and self.is_free(node, op) and not self.is_priced(node):
                     self.pass_through(node)
                 else:
                     self.item(node, row, op)
         return self.reading
+
+    def row_of(self, node: fx.Node) -> Collective | None:
+        """The row of the communication that a node starts, if any."""
+        if node in self.reading.program.queues:
+            return TRANSFER
+        return collective_of(node) if node.op == "call_function" else None
 
     def place(self, node: fx.Node, before: bool, kept: bool) -> tuple[int, ...]:
         """Register the storages that a node allocates; returns their numbers."""
@@ -307,7 +313,7 @@ class _GraphReader:
         return row.is_ordered or self.reading.rows[self.last[key]].is_ordered
 
     def channel(self, node: fx.Node, row: Collective) -> int:
-        group = group_of(node, row)
+        group = self.reading.program.queues.get(node) or group_of(node, row)
         key = getattr(group, "group_name", group)
         if not isinstance(key, str) or not key:
             raise MeshweaveError("a collective has no group", where=place_of(node), got=f"{group!r}", expected="a name")
@@ -347,8 +353,8 @@ class _GraphReader:
             for s in storages:
                 users.setdefault(s, set()).add(number)
 
-    def finish(self, node: fx.Node) -> None:
-        for n in node.all_input_nodes:
+    def finish(self) -> None:
+        for n in self.reading.program.results():
             for x in self.reading.values[n]:
                 self.reading.problem.kept[x.storage] = True
         for start in self.reading.rows:

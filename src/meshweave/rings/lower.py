@@ -21,8 +21,7 @@ from meshweave.interop.ops import is_operator
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import ALL_TO_ALL, destinations, permute
 from meshweave.ir.described import val_of_call
-from meshweave.ir.device_program import R, Rewrite
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import R, Rewrite, graph_program
 from meshweave.ir.graph import copied_graph, module_like, op_name, place_of
 from meshweave.ir.rank import SYMBOLS, ring_index
 from meshweave.ir.traits import RESHAPES

@@ -15,8 +15,7 @@ from meshweave.chunks.writer import ChunkWriter, Ring, RingKind, ring_of
 from meshweave.errors import MeshweaveError
 from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.collectives import ALL_GATHER, ALL_TO_ALL
-from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.from_role import rewrite_role
+from meshweave.ir.device_program import DeviceProgram, rewrite_role
 from meshweave.ir.graph import erase_unused, origin_of, place_of, wide_dtype
 from meshweave.ir.rank import RankGraph, operands_of
 from meshweave.problem.prices import ProfilePrices

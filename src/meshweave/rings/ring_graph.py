@@ -14,8 +14,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.aliases import written_of
 from meshweave.ir.collectives import WAIT
 from meshweave.ir.described import is_symbolic
-from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import DeviceProgram, graph_program
 from meshweave.ir.graph import copied_graph, place_of
 from meshweave.ir.values import Values
 from meshweave.problem.read import Reading, read_problem

@@ -10,7 +10,7 @@ from torch import fx
 from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.gloo import let_gathers_overlap_in
 from meshweave.interop.graphs import lazy_module_like
-from meshweave.ir.from_graph import graph_program
+from meshweave.ir.device_program import graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.problem.figures import Agree
 from meshweave.problem.prices import Cost, costs_of

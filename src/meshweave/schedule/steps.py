@@ -10,12 +10,12 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.gathers.carry import GatheredBlock, carriable, carry_gathers
 from meshweave.hardware.profile import MachineProfile
-from meshweave.ir.from_role import role_form
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.problem.prices import ProfileCosts, SimulatedSeconds
 from meshweave.schedule.decide import NoOrderError, OrderOptions, OverlapOptions
 from meshweave.schedule.order import order_program
+from meshweave.schedule.parts import form_of
 from meshweave.schedule.report import OverlapReport
 from meshweave.simulate.step import default_fusion, seconds_of_step, times_of
 from meshweave.simulate.tasks import Tasks, lower_tasks
@@ -93,9 +93,10 @@ def overlap_role(
     if options.orders:
         raise MeshweaveError("orders are not supported for whole steps", hint="omit OrderOptions.orders")
     tasks = tasks or tasks_of((role,), profile)
-    form = role_form(role, tasks.lines, tasks.shared, microbatches, keeps_gradients, with_uneven=options.bucket)
+    form = form_of(role, microbatches, keeps_gradients)
     costs = ProfileCosts(profile, tasks.seconds_of(form.nodes))
-    report = order_program(form.program, costs, memory_cap_bytes, options)
+    program = form.program(tasks.lines, tasks.shared, with_uneven=options.bucket)
+    report = order_program(program, costs, memory_cap_bytes, options)
     return form.role(), report
 
 
