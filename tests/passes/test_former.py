@@ -35,8 +35,8 @@ RENAMED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"overlap": False}, {"passes": "none"}),
     ({"recompute": None}, {"passes": None}),
     (
-        {"overlap": mw.OverlapOptions(bucket=False, carry=3), "prefetch": 1},
-        {"passes": (Prefetch(1), Carry(3), Overlap(bucket=False))},
+        {"overlap": mw.OverlapOptions(bucket=False), "prefetch": 1},
+        {"passes": (Prefetch(1), Carry(), Overlap(bucket=False))},
     ),
     (
         {"decompose": Decompose(when="always", accumulate=torch.float32), "passes": "keep,recompute=full"},

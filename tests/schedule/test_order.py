@@ -16,12 +16,12 @@ from meshweave.ir.device_program import DeviceProgram, graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.problem.figures import CostNumbers
 from meshweave.problem.prices import costs_of
-from meshweave.schedule.decide import OrderOptions
+from meshweave.schedule.decide import OverlapOptions
 from meshweave.schedule.order import order_program, without_collector
 from meshweave.schedule.report import OverlapReport
 
 SECONDS = by_name({"gather": 2.0, "free": 2.0, "uses": 1.0})
-PLAIN = OrderOptions(bucket=False)
+PLAIN = OverlapOptions(bucket=False)
 
 
 def hidden() -> fx.GraphModule:
@@ -39,7 +39,7 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
 
 def ordered(
     gm: fx.GraphModule,
-    options: OrderOptions | None = PLAIN,
+    options: OverlapOptions | None = PLAIN,
     changed: Callable[[DeviceProgram], DeviceProgram] = lambda program: program,
     cost: object = SECONDS,
     cap: int | None = None,
@@ -191,7 +191,7 @@ def test_only_operands_of_equal_shape_on_every_device_are_merged(uneven: str, nu
         nodes = [n for n in program.graph.nodes if n.name in tuple(uneven)]
         return replace(program, uneven={n: frozenset({0}) for n in nodes})
 
-    after, report = ordered(two_gathers(), OrderOptions(), changed, cost=lambda node, num_bytes=0: 1.0)
+    after, report = ordered(two_gathers(), OverlapOptions(), changed, cost=lambda node, num_bytes=0: 1.0)
     assert len([n for n in after.graph.nodes if "all_gather" in str(n.target)]) == num_starts
     assert [m.names for m in report.merges if m.is_taken] == [("gather_x", "gather_y")] * (num_starts == 1)
     assert_same_values(two_gathers(), after)

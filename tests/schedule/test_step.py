@@ -51,7 +51,7 @@ def program(mesh: str = "fsdp=2,tp=2", uneven: bool = False, accumulate: int = 1
 @cache
 def scheduled(mesh: str = "fsdp=2,tp=2", uneven: bool = False, accumulate: int = 1, carry: int = 0) -> tuple[Any, Any]:
     made = program(mesh, uneven, accumulate)
-    how = Scheduling(mw.OverlapOptions(carry=carry))
+    how = Scheduling(carry=carry)
     ordered = overlap_roles(made.roles, H100, how, accumulate, made.placed)
     return ordered.roles, ordered.reports
 

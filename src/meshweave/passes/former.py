@@ -8,10 +8,8 @@ from typing import Any
 
 from meshweave.capture.step import Precision
 from meshweave.errors import MeshweaveError
-from meshweave.passes.decompose import Decompose
 from meshweave.passes.options import PassesArgument
-from meshweave.passes.overlap import Overlap
-from meshweave.passes.split import Split
+from meshweave.passes.table import Decompose, Overlap, Split
 from meshweave.runtime.session import RunOptions
 
 _OBJECTS: Mapping[str, type[Any]] = {"precision": Precision, "run": RunOptions}
@@ -66,7 +64,7 @@ def _passes(short: Mapping[str, Any], passes: PassesArgument) -> str:
     if any(is_dataclass(value) for value in asked.values()) or isinstance(passes, Sequence) > isinstance(passes, str):
         known = "*passes" if not isinstance(passes, str) else f"*mw.passes.pass_list({passes!r})"
         from_text = [f"*mw.passes.pass_list({_name(n, v)!r})" for n, v in asked.items() if not is_dataclass(v)]
-        built = [_call(_PASSES[name], value) for name, value in asked.items() if is_dataclass(value)]
+        built = [_call(name, value) for name, value in asked.items() if is_dataclass(value)]
         return f"[{', '.join([*([] if passes is None else [known]), *from_text, *built])}]"
     if not asked and passes is None and all(value is None for value in short.values()):
         return "None"
@@ -81,8 +79,9 @@ def _name(name: str, value: object) -> str:
     return name if value is True else f"{name}={value}"
 
 
-def _call(kind: Any, options: Any) -> str:
+def _call(name: str, options: Any) -> str:
     """A pass as an expression, with the options that differ from its default."""
+    kind: Any = _PASSES[name]
     shown = [f"{f.name}={getattr(options, f.name)!r}" for f in fields(kind) if getattr(options, f.name) != f.default]
-    carry = f"mw.passes.Carry({options.carry!r}), " if hasattr(options, "carry") else ""
+    carry = "mw.passes.Carry(), " if name == "overlap" else ""
     return f"{carry}mw.passes.{kind.__name__}({', '.join(shown)})"

@@ -17,7 +17,7 @@ from meshweave.problem.figures import Agree, CostNumbers, fingerprint
 from meshweave.problem.read import read_problem
 from meshweave.rings.lower import rewrite_graph
 from meshweave.schedule import overlap
-from meshweave.schedule.decide import NoOrderError, OrderOptions
+from meshweave.schedule.decide import NoOrderError, OverlapOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class GraphProgram:
     rank: int | None = None
     memory_cap_bytes: int | None = None
     agree: Agree | None = None
-    order: OrderOptions = field(default_factory=OrderOptions)
+    order: OverlapOptions = field(default_factory=OverlapOptions)
     ordered_seconds: float | None = None
 
     @property

@@ -10,26 +10,9 @@ from typing import Any, TypeGuard
 from meshweave.capture.sources import import_file
 from meshweave.errors import MeshweaveError
 from meshweave.passes.base import Pass
-from meshweave.passes.carry import Carry
-from meshweave.passes.decompose import Decompose
-from meshweave.passes.keep import Keep
-from meshweave.passes.overlap import Overlap
 from meshweave.passes.pipeline import Pipeline
-from meshweave.passes.prefetch import Prefetch
-from meshweave.passes.recompute import Recompute
-from meshweave.passes.ring import RingAttention
-from meshweave.passes.split import Split
+from meshweave.passes.table import GROUPS, PASSES, Carry, Overlap, Prefetch, Recompute, RingAttention, Split
 
-# All passes that text can name, in the order in which they run.
-PASSES: Mapping[str, type[Pass[Any]]] = {
-    each_pass.name: each_pass
-    for each_pass in (Recompute, Prefetch, RingAttention, Keep, Split, Decompose, Carry, Overlap)
-}
-GROUPS = {
-    "exact": ("keep", "carry", "overlap"),  # passes that change no value
-    # All passes taken by gain except carry, which does not see what a script writes to a parameter through `.data`.
-    "default": ("keep", "split", "decompose", "overlap"),
-}
 PassesArgument = str | Sequence[Pass[Any]] | None
 
 

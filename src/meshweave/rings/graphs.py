@@ -27,7 +27,7 @@ from meshweave.rings.report import DecomposeReport
 from meshweave.rings.rewriter import Pick, RingChoice, by_gain, first, take_apart
 from meshweave.rings.ring_graph import ring_graph
 from meshweave.schedule import OverlapReport, overlap
-from meshweave.schedule.decide import OrderOptions
+from meshweave.schedule.decide import OverlapOptions
 from meshweave.search import descend
 
 Judge = Callable[[fx.GraphModule], OverlapReport]  # of a graph, in the best order of a short search
@@ -45,7 +45,7 @@ def decompose_graph(
     rank: int | None = None,
     options: DecomposeOptions | None = None,
     memory_cap_bytes: int | None = None,
-    overlap_options: OrderOptions | None = None,
+    overlap_options: OverlapOptions | None = None,
     agree: Agree | None = None,
 ) -> tuple[fx.GraphModule, DecomposeReport]:
     """An equivalent graph in which collectives beside matmuls are decomposed, and the outcome of each; `gm` is not
@@ -77,7 +77,7 @@ def decompose_graph(
             expected="a machine profile, or a callable that gives a node's seconds",
             hint='or DecomposeOptions(when="always")',
         )
-    short = replace(overlap_options or OrderOptions(), bucket=False, choose="nominal")
+    short = replace(overlap_options or OverlapOptions(), bucket=False, choose="nominal")
 
     def judge(module: fx.GraphModule) -> OverlapReport:
         assert cost is not None

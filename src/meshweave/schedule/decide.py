@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
-from typing import Literal
 
 from torch import fx
 
@@ -19,7 +18,7 @@ from meshweave.problem.scenarios import SCENARIOS
 from meshweave.schedule.bounds import bound_of
 from meshweave.schedule.explain import collective_rows, exposed_of, merge_rows
 from meshweave.schedule.report import INPUT, CandidateRow, Deferred, OverlapReport
-from meshweave.schedule.search import OrderCandidate, OrderSearch, choose
+from meshweave.schedule.search import OrderCandidate, OrderChoice, OrderSearch, choose
 from meshweave.schedule.waits import hoist_continuations, sunk_waits, with_waits
 from meshweave.simulate.clock import Slowdown
 
@@ -33,16 +32,7 @@ class NoOrderError(MeshweaveError):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """The order that a search chose: `rows` are all candidates that were compared, `regret` what it loses at worst."""
-
-    chosen: OrderCandidate
-    rows: tuple[CandidateRow, ...]
-    regret: float
-
-
-@dataclass(frozen=True, slots=True)
-class OrderOptions:
+class OverlapOptions:
     """How the pass searches for an order.
 
     bucket: whether collectives may be merged; max_bucket_bytes: up to how many bytes, at the larger of both ends.
@@ -73,25 +63,6 @@ class OrderOptions:
             raise MeshweaveError("max_bucket_bytes is not a size", got=f"{self.max_bucket_bytes}", expected="0 or more")
 
 
-@dataclass(frozen=True, slots=True)
-class OverlapOptions(OrderOptions):
-    """How a step is ordered: `OrderOptions`, and what the previous step may do for it.
-
-    carry: for whole steps: for how many blocks of the model, from the first, parameters are gathered during the updates
-        of the previous step, and kept from step to step. "auto": as many as shorten the simulated step.
-    """
-
-    carry: int | Literal["auto"] = "auto"
-
-    def check(self) -> None:
-        OrderOptions.check(self)
-        is_count = isinstance(self.carry, int) and not isinstance(self.carry, bool) and self.carry >= 0
-        if not is_count and self.carry != "auto":
-            raise MeshweaveError(
-                "carry is not a number of blocks", got=repr(self.carry), expected='"auto", or 0 or more'
-            )
-
-
 def cap_of(before: int, memory_cap_bytes: int | None, ceiling: float | None) -> int:
     """The cap of the caller; without it a little above `before`, the peak of the input order, but no more than
     `ceiling` bytes if the input order fits under these."""
@@ -105,7 +76,7 @@ def decide(
     merger: Merger,
     slowdown: Slowdown | None,
     memory_cap_bytes: int | None,
-    options: OrderOptions,
+    options: OverlapOptions,
     orders: Sequence[tuple[str, Order]] = (),
     notes: tuple[str, ...] = (),
     ceiling: int | None = None,
@@ -117,13 +88,13 @@ def decide(
     cap = cap_of(before, memory_cap_bytes, ceiling)
     known = [(INPUT, problem.order), *orders]
     search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
-    decision = _search(search, known, options.choose)
-    report = _report(decision, search, before, notes)
-    rewrite(merger.reading, decision.chosen.merged, decision.chosen.order)
+    choice = _search(search, known, options.choose)
+    report = _report(choice, search, before, notes)
+    rewrite(merger.reading, choice.chosen.merged, choice.chosen.order)
     return report
 
 
-def _search(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> Decision:
+def _search(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> OrderChoice:
     """Raises NoOrderError where nothing fits."""
     candidates = search.run(orders)
     if not candidates:
@@ -132,17 +103,8 @@ def _search(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str)
     names = {name for name, _ in orders}
     choice = choose(candidates, search.slowdown, rule, sum(c.name in names for c in candidates))
     chosen = _delay_waits(choice.chosen, search.slowdown, search.cap)
-    judged = [chosen if c is choice.chosen else c for c in choice.candidates]
-    rows = [
-        CandidateRow(
-            c.name,
-            tuple((s.name, seconds) for s, seconds in zip(SCENARIOS, c.seconds, strict=True)),
-            c.peak,
-            c is chosen,
-        )
-        for c in judged
-    ]
-    return Decision(chosen, tuple(rows), choice.regret)
+    judged = tuple(chosen if c is choice.chosen else c for c in choice.candidates)
+    return OrderChoice(chosen, judged, choice.regret)
 
 
 def _delay_waits(chosen: OrderCandidate, slowdown: Slowdown | None, cap: float) -> OrderCandidate:
@@ -159,8 +121,8 @@ def _delay_waits(chosen: OrderCandidate, slowdown: Slowdown | None, cap: float) 
     return chosen
 
 
-def _report(decision: Decision, search: OrderSearch, before: int, notes: tuple[str, ...]) -> OverlapReport:
-    problem, chosen, slowdown = search.merger.reading.problem, decision.chosen, search.slowdown
+def _report(choice: OrderChoice, search: OrderSearch, before: int, notes: tuple[str, ...]) -> OverlapReport:
+    problem, chosen, slowdown = search.merger.reading.problem, choice.chosen, search.slowdown
     as_given = play(problem, problem.order, slowdown)
     return OverlapReport(
         as_given.seconds,
@@ -171,10 +133,18 @@ def _report(decision: Decision, search: OrderSearch, before: int, notes: tuple[s
         before,
         chosen.peak,
         int(search.cap),
-        decision.regret,
+        choice.regret,
         Deferred(lambda: collective_rows(search.merger, chosen, slowdown)),
         Deferred(lambda: merge_rows(search, chosen)),
-        decision.rows,
+        tuple(
+            CandidateRow(
+                c.name,
+                tuple((s.name, seconds) for s, seconds in zip(SCENARIOS, c.seconds, strict=True)),
+                c.peak,
+                c is chosen,
+            )
+            for c in choice.candidates
+        ),
         notes,
     )
 

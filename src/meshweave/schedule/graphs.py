@@ -14,7 +14,7 @@ from meshweave.ir.device_program import graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.problem.figures import Agree
 from meshweave.problem.prices import Cost, costs_of
-from meshweave.schedule.decide import OrderOptions
+from meshweave.schedule.decide import OverlapOptions
 from meshweave.schedule.order import order_program, without_collector
 from meshweave.schedule.report import OverlapReport
 
@@ -25,7 +25,7 @@ def overlap(
     cost: MachineProfile | Cost,
     memory_cap_bytes: int | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
-    options: OrderOptions | None = None,
+    options: OverlapOptions | None = None,
     agree: Agree | None = None,
 ) -> tuple[fx.GraphModule, OverlapReport]:
     """An equivalent graph in which communication runs beside compute, and a report. `gm` is not changed.
@@ -65,7 +65,7 @@ def overlap_graph(
     cost: MachineProfile | Cost,
     memory_cap_bytes: int | None = None,
     groups: Mapping[str, Sequence[int]] | None = None,
-    options: OrderOptions | None = None,
+    options: OverlapOptions | None = None,
     agree: Agree | None = None,
 ) -> OverlapReport:
     """Like `overlap`, in place: for passes on graphs. The graph is changed only after all decisions."""

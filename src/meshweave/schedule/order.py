@@ -15,7 +15,7 @@ from meshweave.ir.device_program import DeviceProgram
 from meshweave.problem.figures import Agree, fill_prices
 from meshweave.problem.prices import CostModel
 from meshweave.problem.read import Reading, read_problem
-from meshweave.schedule.decide import OrderOptions, decide
+from meshweave.schedule.decide import OverlapOptions, decide
 from meshweave.schedule.report import OverlapReport
 from meshweave.schedule.waits import with_waits
 
@@ -24,7 +24,7 @@ def order_program(
     program: DeviceProgram,
     costs: CostModel,
     memory_cap_bytes: int | None = None,
-    options: OrderOptions | None = None,
+    options: OverlapOptions | None = None,
     agree: Agree | None = None,
 ) -> OverlapReport:
     """Order the graph of a program in place as the scheduler decides, and merge its collectives. It is changed only
@@ -33,7 +33,7 @@ def order_program(
     Raises VerifyError for a malformed graph, and MeshweaveError if no order is under the cap, for a cost that is not a
     duration and for an unknown group.
     """
-    options = options or OrderOptions()
+    options = options or OverlapOptions()
     options.check()
     if options.releasable is not None:
         program = replace(program, is_releasable=options.releasable)
@@ -74,7 +74,7 @@ def _keep_even(merger: Merger, uneven: Collection[fx.Node]) -> None:
             del merger.kinds[key]
 
 
-def _orders(reading: Reading, options: OrderOptions) -> list[list[int]]:
+def _orders(reading: Reading, options: OverlapOptions) -> list[list[int]]:
     """The caller's orders, as orders of the problem."""
     problem = reading.problem
     number: dict[str, int] = {name: i for i, name in enumerate(problem.names)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import fx
 
@@ -13,7 +14,7 @@ from meshweave.hardware.profile import MachineProfile
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.problem.prices import ProfileCosts, SimulatedSeconds
-from meshweave.schedule.decide import NoOrderError, OrderOptions, OverlapOptions
+from meshweave.schedule.decide import NoOrderError, OverlapOptions
 from meshweave.schedule.order import order_program
 from meshweave.schedule.parts import form_of
 from meshweave.schedule.report import OverlapReport
@@ -27,11 +28,13 @@ _PATIENCE = 2  # failures in a row before giving up: the first block may be smal
 @dataclass(frozen=True, slots=True)
 class Scheduling:
     """How a program is scheduled, and the most bytes on a device (None: a little more than before).
-    `keeps_gradients`: gradients of a step live to its end."""
+    `keeps_gradients`: gradients of a step live to its end. `carry`: for how many blocks of the model, from the first,
+    the previous step gathers parameters during its updates; "auto": as many as shorten the simulated step."""
 
     options: OverlapOptions | None = None
     memory_cap_bytes: int | None = None
     keeps_gradients: bool = False
+    carry: int | Literal["auto"] = "auto"
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ def overlap_role(
     role: RankGraph,
     profile: MachineProfile,
     memory_cap_bytes: int | None = None,
-    options: OrderOptions | None = None,
+    options: OverlapOptions | None = None,
     *,
     tasks: StepTasks | None = None,
     microbatches: int = 1,
@@ -89,9 +92,9 @@ def overlap_role(
     Raises MeshweaveError if no order is under the cap, with the least peak and its tensors, and for an op without a
     cost in the profile.
     """
-    options = options or OrderOptions()
+    options = options or OverlapOptions()
     if options.orders:
-        raise MeshweaveError("orders are not supported for whole steps", hint="omit OrderOptions.orders")
+        raise MeshweaveError("orders are not supported for whole steps", hint="omit OverlapOptions.orders")
     tasks = tasks or tasks_of((role,), profile)
     form = form_of(role, microbatches, keeps_gradients)
     costs = ProfileCosts(profile, tasks.seconds_of(form.nodes))
@@ -174,7 +177,7 @@ def _carrying(
 ) -> OrderedRoles:
     """The fastest variant: the step as it is, or with the parameters of the first 1, 2, 4, ... blocks gathered in the
     previous step, all under the caps of `plain`; with a fixed number of blocks if the options have one."""
-    wanted = (how.options or OverlapOptions()).carry
+    wanted = how.carry
     blocks = [carriable(role, placed) for role in roles]
     caps = [report.cap_bytes for report in plain.reports]
     best, tried, num_worse = plain, list[str](), 0

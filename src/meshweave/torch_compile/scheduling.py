@@ -24,11 +24,12 @@ from meshweave.ir.collectives import collective_of
 from meshweave.passes import GraphProgram, Overlap, Pass, pipeline_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
-from meshweave.passes.options import GROUPS, PassesArgument
+from meshweave.passes.options import PassesArgument
+from meshweave.passes.table import GROUPS
 from meshweave.rows import SplitReport
 from meshweave.runtime.consensus import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapReport
-from meshweave.schedule.decide import OrderOptions
+from meshweave.schedule.decide import OverlapOptions
 from meshweave.search import Candidate
 from meshweave.torch_compile.agreement import Agreement, GraphsDifferError, only_group, world_agreement
 from meshweave.torch_compile.substitute import module_of, substitute
@@ -121,7 +122,7 @@ class BackendSettings:
             None if is_job else (self.ranks or (0,))[0],
             self.memory_cap_bytes,
             None if agreement is None else partial(agreement.figures, settings=self._options_text()),
-            next((graph_pass for graph_pass in self.passes if isinstance(graph_pass, Overlap)), OrderOptions()),
+            next((graph_pass for graph_pass in self.passes if isinstance(graph_pass, Overlap)), OverlapOptions()),
         )
 
     def _priced(self, graph: fx.Graph) -> tuple[Cost, tuple[str, ...]]:
