@@ -21,7 +21,7 @@ from overlap_graphs import Groups
 from overlap_judge import INTER_NODE, NVLINK, Costs, Verdict, judge
 from torch import fx
 
-from meshweave.schedule import OverlapReport, overlap_graph
+from meshweave.schedule import OverlapReport, overlap
 
 ROOM = {  # memory no object
     "max_memory_increase_gb": None,
@@ -154,7 +154,7 @@ def run_ours(
     look = remembered(module.graph, costs)
 
     def run(one: fx.GraphModule) -> tuple[fx.GraphModule, OverlapReport]:
-        return one, overlap_graph(one.graph, cost=look, memory_cap_bytes=cap, groups=groups)
+        return overlap(one, cost=look, memory_cap_bytes=cap, groups=groups)
 
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ):
 

@@ -20,7 +20,7 @@ from meshweave.passes.base import CapturedProgram, MeshProgram, Numerics, Pass, 
 from meshweave.passes.graph_program import GraphProgram
 from meshweave.rings import DecomposeOptions, DecomposeReport, decompose, decompose_graph
 from meshweave.rings.attention import AttentionReport, ring_attention
-from meshweave.rows import SplitOptions, SplitReport, split_program
+from meshweave.rows import SplitReport, split_program
 from meshweave.schedule import OverlapOptions, OverlapReport, overlap
 from meshweave.schedule.decide import cap_of
 from meshweave.schedule.steps import Scheduling, overlap_roles
@@ -114,14 +114,28 @@ class Keep(Pass[MeshProgram]):
 
 
 @dataclass(frozen=True, slots=True)
-class Split(SplitOptions, Pass[Any]):
+class Split(Pass[Any]):
     """Ops that work row by row run in chunks of a device's rows, so that communication of a chunk hides under the
-    compute of another. Sums over rows are added chunk by chunk."""
+    compute of another. Sums over rows are added chunk by chunk.
+
+    num_chunks: the numbers of chunks to try. when: "gain": if the simulated step is faster; "always": wherever
+    possible, into the first of `num_chunks`, without costs. positions: whether a batch with fewer sequences than
+    chunks is cut along its second dim, positions, with attention whole: more graphs to search, seldom faster.
+    """
 
     name: ClassVar[str] = "split"
     numerics: ClassVar[Numerics] = "reassociates"
     stage: ClassVar[Stage] = "written"
     scope: ClassVar[Scope] = "joint graph"
+    num_chunks: tuple[int, ...] = (2, 4)
+    when: Literal["gain", "always"] = "gain"
+    positions: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.num_chunks or any(type(n) is not int or n < 2 for n in self.num_chunks):
+            raise MeshweaveError("a batch is split into two or more chunks", got=f"num_chunks={self.num_chunks!r}")
+        if self.when not in ("gain", "always"):
+            raise MeshweaveError("unknown value of when", got=repr(self.when), expected="gain or always")
 
     @property
     def alternatives(self) -> tuple[Split, ...]:

@@ -1,7 +1,7 @@
 """Scheduling of compute and communication: of any graph, and of whole steps."""
 
 from meshweave.schedule.decide import OverlapOptions
-from meshweave.schedule.graphs import overlap, overlap_graph
+from meshweave.schedule.graphs import overlap
 from meshweave.schedule.report import CandidateRow, CollectiveRow, Merge, OverlapReport
 
 __all__ = [
@@ -11,5 +11,4 @@ __all__ = [
     "OverlapOptions",
     "OverlapReport",
     "overlap",
-    "overlap_graph",
 ]

@@ -50,25 +50,8 @@ def overlap(
     """
     with without_collector():
         graph = copied_graph(gm.graph)
-    graph.owning_module = gm
-    report = overlap_graph(
-        graph, cost=cost, memory_cap_bytes=memory_cap_bytes, groups=groups, options=options, agree=agree
-    )
+        graph.owning_module = gm
+        report = order_program(graph_program(graph, groups), costs_of(cost), memory_cap_bytes, options, agree)
     ordered = lazy_module_like(gm, graph)
     let_gathers_overlap_in(ordered)
     return ordered, report
-
-
-def overlap_graph(
-    graph: fx.Graph,
-    *,
-    cost: MachineProfile | Cost,
-    memory_cap_bytes: int | None = None,
-    groups: Mapping[str, Sequence[int]] | None = None,
-    options: OverlapOptions | None = None,
-    agree: Agree | None = None,
-) -> OverlapReport:
-    """Like `overlap`, in place: for passes on graphs. The graph is changed only after all decisions."""
-    with without_collector():
-        program = graph_program(graph, groups)
-        return order_program(program, costs_of(cost), memory_cap_bytes, options, agree)

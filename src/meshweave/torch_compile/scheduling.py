@@ -19,8 +19,10 @@ from meshweave.errors import MeshweaveError
 from meshweave.hardware.load import load_profile
 from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.fake import unset_fake_temporarily
+from meshweave.interop.graphs import lazy_module_like
 from meshweave.interop.process_groups import is_in_job, ranks_of_groups
 from meshweave.ir.collectives import collective_of
+from meshweave.ir.graph import copied_graph, output_node
 from meshweave.passes import GraphProgram, Overlap, Pass, pipeline_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
@@ -32,7 +34,6 @@ from meshweave.schedule import OverlapReport
 from meshweave.schedule.decide import OverlapOptions
 from meshweave.search import Candidate
 from meshweave.torch_compile.agreement import Agreement, GraphsDifferError, only_group, world_agreement
-from meshweave.torch_compile.substitute import module_of, substitute
 
 Cost = MachineProfile | Callable[..., float]
 # The default profile, by the device type of the graph.
@@ -78,7 +79,7 @@ class BackendSettings:
                 self._keep_order(graph, scope, program, agreement, error)
                 return False
             if chosen.program is not program:
-                substitute(graph, chosen.program.module)
+                _substitute(graph, chosen.program.module)
         if agreement is not None and scope == "graph":
             agreement.prove(graph, program.groups)
         for report in (report for reports in chosen.reports.values() for report in reports):
@@ -117,7 +118,7 @@ class BackendSettings:
     def _program(self, graph: fx.Graph, agreement: Agreement | None) -> GraphProgram:
         is_job = is_in_job()
         return GraphProgram(
-            module_of(graph),
+            _module_of(graph),
             None if self.groups is None else dict(self.groups),
             None if is_job else (self.ranks or (0,))[0],
             self.memory_cap_bytes,
@@ -253,3 +254,30 @@ def _sources() -> str:
 def _figures(profile: MachineProfile) -> str:
     """All figures of a profile, whose own repr is short."""
     return repr([(name, getattr(profile, name)) for name in profile.__dataclass_fields__])
+
+
+def _module_of(graph: fx.Graph) -> fx.GraphModule:
+    """A module that runs a copy of the graph; its constants are those of the module that owns it."""
+    owner = graph.owning_module or fx.GraphModule(torch.nn.Module(), graph)
+    return lazy_module_like(owner, copied_graph(graph))
+
+
+def _substitute(graph: fx.Graph, module: fx.GraphModule) -> None:
+    """Turn `graph` into the graph of `module`, in place and with its names: placeholders and the output stay the same
+    nodes."""
+    output = output_node(graph)
+    old = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    placeholders = module.graph.find_nodes(op="placeholder"), graph.find_nodes(op="placeholder")
+    copies: dict[fx.Node, fx.Node] = dict(zip(*placeholders, strict=True))
+    with graph.inserting_before(output):
+        for node in module.graph.nodes:
+            if node.op == "output":
+                output.args = fx.map_arg(node.args, copies.__getitem__)
+            elif node.op != "placeholder":
+                copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+                copy.meta = dict(node.meta)
+    for node in reversed(old):
+        graph.erase_node(node)
+    for node, copy in copies.items():  # the names of removed nodes
+        copy.name = node.name
+    graph.lint()
