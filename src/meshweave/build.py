@@ -37,11 +37,10 @@ from meshweave.rows.tables import by_expert
 from meshweave.schedule.order import without_collector
 from meshweave.sharding.assign import Price
 from meshweave.sharding.balance import balanced, takes_heads
-from meshweave.sharding.decide import Units, decide, infer_units
+from meshweave.sharding.decide import Placement, Units, decide, infer_units
 from meshweave.sharding.hooks import pinning
 from meshweave.sharding.mapping import Homes, axes_of_operators, map_devices
 from meshweave.sharding.place import place
-from meshweave.sharding.placement import Placement
 from meshweave.sharding.plans import Plan, Resolved
 from meshweave.sharding.rates import rates_of
 from meshweave.sharding.resolve import check_axes, resolve, usual_stages

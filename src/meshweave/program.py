@@ -13,7 +13,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.passes import Optimized, Pipeline
 from meshweave.schedule import OverlapReport
-from meshweave.sharding.placement import Placement
+from meshweave.sharding.decide import Placement
 from meshweave.sharding.plans import Resolved
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.problem.by_hand import Entry, all_orders, communication, kernel, problem_of
 
-from meshweave.problem.fences import hold_fences
+from meshweave.problem.read import hold_fences
 
 # An activation, a gathered parameter and its cast after the fence; a kernel of two users, and the end.
 STEP = (

@@ -15,7 +15,7 @@ from meshweave.ir.aliases import written_of
 from meshweave.ir.collectives import WAIT, collective_of
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.rank import SYMBOLS
-from meshweave.problem.fences import begin
+from meshweave.problem.read import begin
 
 # Namespaces whose ops see only elements, and the exceptions among them: ops that use an offset into the storage,
 # exchange or resize it, or need an offset that is a multiple of a larger element.

@@ -25,8 +25,7 @@ from meshweave.ir.device_program import R, Rewrite, graph_program
 from meshweave.ir.graph import copied_graph, module_like, op_name, place_of
 from meshweave.ir.rank import SYMBOLS, ring_index
 from meshweave.ir.traits import RESHAPES
-from meshweave.rings.blocks import raise_blocks
-from meshweave.rings.ring_graph import RingGraph
+from meshweave.rings.ring_graph import RingGraph, raise_blocks
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default

@@ -3,27 +3,154 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from meshweave.chunks.cut import FIXED, Cut, NoCut, Shape, through_view
+from meshweave.chunks.cut import FIXED, Cut, NoCut, Op, Shape, kind_of, through_view
 from meshweave.errors import RuleError
 from meshweave.interop.ops import arguments_of, is_mutable, is_operator
+from meshweave.ir import local_ops
 from meshweave.ir.collectives import OURS, WAIT, communicates
-from meshweave.ir.graph import Spec, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, argument, spec_of, tensor_inputs
 from meshweave.ir.traits import RANK_CHANGES, RESHAPES, is_random, names_of
-from meshweave.rows.local import LOCAL
 from meshweave.rows.orders import rule_in_order
 from meshweave.rows.row_rule import Combine, End, RowRule
-from meshweave.rows.rules import RULES
 from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
-from meshweave.sharding.factors import Dims, Rule
-from meshweave.sharding.registry import row_for
+from meshweave.sharding.factors import Dim, Dims, Rule, RuleBuilder
+from meshweave.sharding.registry import RuleFunction, pointwise, result_specs, row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
+
+
+def _blocks(node: fx.Node, end: End, cut: Cut) -> RowRule:
+    """Blocks of a group, stacked or side by side: every block is cut equally, along another dim than that of blocks."""
+    dim = int(node.args[3])  # type: ignore[arg-type]
+    (source,) = tensor_inputs(node)
+    op, kind = Op(node, (spec_of(source).shape,), spec_of(node).shape), kind_of(node)
+    assert kind is not None, "blocks have their own table of kinds"
+    other = kind.backward(op, cut)[0] if end.is_result else kind.forward(op, 0, cut)
+    operand, result = (other, cut) if end.is_result else (cut, other)
+    if not isinstance(operand, Cut) or not isinstance(result, Cut):
+        raise NoCut("its chunks do not match its blocks")
+    side_by_side = result if node.target is local_ops.join_blocks else operand
+    if side_by_side.dim == dim:
+        raise NoCut("the rows are the dim that its blocks divide")
+    return RowRule((operand,), (result,))
+
+
+def _embedding(node: fx.Node, end: End, cut: Cut) -> RowRule:
+    """Rows of indices; the table is whole."""
+    _, index = tensor_inputs(node)
+    if (not end.is_result and end.index == 0) or cut.dim >= len(spec_of(index).shape):
+        raise NoCut("the rows are the dim that its indices refer to")
+    return RowRule((None, cut), (cut,))
+
+
+def _along(node: fx.Node, end: End, cut: Cut) -> RowRule:
+    """gather, index into equally many rows, and scatter: all operands are cut equally, beside their dim."""
+    operands = tensor_inputs(node)
+    shapes = [spec_of(n).shape for n in (*operands, node)]
+    if cut.dim == int(node.args[1]) % len(shapes[0]):  # type: ignore[arg-type, operator]
+        raise NoCut("the rows are the dim that its indices refer to")
+    if len({shape[cut.dim : cut.dim + 1] for shape in shapes}) > 1:
+        raise NoCut("its index has other rows than its operand")
+    return RowRule((cut,) * len(operands), (cut,))
+
+
+def _extreme(node: fx.Node, end: End, cut: Cut) -> RowRule:
+    """Max or min over some dims."""
+    rank = len(spec_of(tensor_inputs(node)[0]).shape)
+    reduced = {d % rank for d in node.args[1]} or set(range(rank))  # type: ignore[union-attr, operator]
+    kept_dims = [d for d in range(rank) if node.args[2] or d not in reduced]  # dims of the result
+    at = kept_dims[cut.dim] if end.is_result else cut.dim
+    if at in reduced:
+        raise NoCut("the rows are reduced by max or min")
+    return RowRule((Cut(at, cut.outer, cut.count),), (Cut(kept_dims.index(at), cut.outer, cut.count),))
+
+
+LOCAL: Mapping[Any, Callable[[fx.Node, End, Cut], RowRule]] = {
+    local_ops.join_blocks: _blocks,
+    local_ops.deal_blocks: _blocks,
+    local_ops.embedding: _embedding,
+    local_ops.gather: _along,
+    local_ops.scatter: _along,
+    local_ops.extreme: _extreme,
+}
+
+
+def _swapped(node: fx.Node) -> Rule:
+    rank = len(spec_of(node).shape)
+    build = RuleBuilder()
+    dims = build.dims(spec_of(tensor_inputs(node)[0]).shape)
+    a, b = (0, rank - 1) if node.target is aten.t.default else (argument(node, i) % rank for i in (1, 2))
+    result = list(dims)
+    result[a], result[b] = dims[b], dims[a]
+    return build.rule([dims], [result])
+
+
+def _without(node: fx.Node) -> Rule:
+    """A whole dim that the results lack."""
+    shape = spec_of(tensor_inputs(node)[0]).shape
+    removed = argument(node, 1, 0) % len(shape)
+    build = RuleBuilder()
+    dims = build.dims(shape, whole=(removed,))
+    return build.rule([dims], [[dim for d, dim in enumerate(dims) if d != removed] for _ in result_specs(node)])
+
+
+def _parts(node: fx.Node) -> Rule:
+    """Parts along a whole dim."""
+    shape = spec_of(tensor_inputs(node)[0]).shape
+    along = argument(node, 2, 0) % len(shape)
+    build = RuleBuilder()
+    dims = build.dims(shape, whole=(along,))
+    results = [list(dims) for _ in result_specs(node)]
+    for result, spec in zip(results, result_specs(node), strict=True):
+        result[along] = (build.factor(spec.shape[along], whole=True),)
+    return build.rule([dims], results)
+
+
+def _reduced(node: fx.Node, op: str) -> Rule:
+    """Sums and means over the listed dims, or all: results of chunks are combined with `op`."""
+    shape = spec_of(tensor_inputs(node)[0]).shape
+    listed: Any = argument(node, 1, None)
+    reduced = {d % len(shape) for d in listed} if listed and shape else set(range(len(shape)))
+    build = RuleBuilder()
+    dims = build.dims(shape)
+    keeps = len(spec_of(node).shape) == len(shape)
+    result = [() if d in reduced else dim for d, dim in enumerate(dims) if d not in reduced or keeps]
+    return build.rule([dims], [result], reduce={dims[d][0]: op for d in reduced})
+
+
+def _added_product(node: fx.Node) -> Rule:
+    """x + a @ b, x broadcast. Dims of x that a sum over chunks of the contraction would add several times are whole."""
+    x, a, b = (spec_of(n).shape for n in tensor_inputs(node))
+    build = RuleBuilder()
+    batch = build.dims(a[:-2])
+    m, k, n = (build.factor(size) for size in (a[-2], a[-1], b[-1]))
+    result: list[Dim] = [*batch, (m,), (n,)]
+    return build.rule([build.broadcast(x, result), [*batch, (m,), (k,)], [*batch, (k,), (n,)]], [result])
+
+
+_SAME_SHAPE = (
+    *(torch.ops.prims.convert_element_type.default, aten.alias.default, aten.detach.default, aten.clone.default),
+    *(aten.contiguous.default, aten.lift_fresh_copy.default, aten.where.ScalarOther, aten.where.ScalarSelf),
+    *(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default),
+)
+RULES: Mapping[Any, RuleFunction] = {
+    **dict.fromkeys(_SAME_SHAPE, pointwise),
+    **dict.fromkeys((aten.t.default, aten.transpose.int), _swapped),
+    **dict.fromkeys((aten.select.int, aten.unbind.int), _without),
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _parts),
+    **dict.fromkeys((aten.mean.default, aten.mean.dim), partial(_reduced, op="avg")),
+    aten.sum.default: partial(_reduced, op="sum"),
+    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _added_product),
+}
+
+
 # collectives: blocks of the members of the group follow each other on dim 0
 
 

@@ -14,7 +14,7 @@ from meshweave.ir.device_program import DeviceProgram, Fence
 from meshweave.ir.graph import copied_graph, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import NOTHING, local_values, uneven_dims
-from meshweave.problem.fences import begin
+from meshweave.problem.read import begin
 
 _BETWEEN = "between roles"  # the queue of communications between roles
 # phases that begin a part of the step, and the phases before them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -13,10 +14,35 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
 from meshweave.sharding.factors import Rule
 from meshweave.sharding.mapping import Homes
-from meshweave.sharding.placement import Placement
 from meshweave.sharding.plans import Resolved
 from meshweave.sharding.registry import TABLE, row_for
 from meshweave.sharding.sequences import has_sequence, sequence_length
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decisions of a plan: the layouts of every input as stored and of parameters as used, and the mesh of every op
+    of the captured step."""
+
+    mesh: Mesh
+    stored: Mapping[tuple[str, str], Layout]
+    used: Mapping[str, Layout]
+    homes: Homes
+    kept: frozenset[str] = frozenset()  # parameters that stay gathered from forward to backward
+    accumulate_in: str = "whole"  # see `sharding.sums`
+    attention: str = "auto"  # see `Plan.cp`
+
+    def keeping(self, other: Placement) -> Placement:
+        """The same, with the layouts of parameters, buffers and optimizer state of `other`: for a second program on the
+        same state."""
+        lasting = {key: layout for key, layout in other.stored.items() if key[0] in ("param", "buffer", "state")}
+        return replace(self, stored={**self.stored, **lasting}, used={**self.used, **other.used})
+
+    def layout(self, kind: str, name: str, spec: Spec) -> Layout:
+        """Layout of an input or output: new values are stored like old values, gradients like their parameters."""
+        stored = self.stored.get(("param" if kind == "grad" else kind, name))
+        return stored if stored is not None else Layout.replicated(self.mesh, len(spec.shape))
+
 
 Units = Mapping[str, tuple[int, ...]]
 

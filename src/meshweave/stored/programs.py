@@ -22,7 +22,7 @@ from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.passes import Optimized
 from meshweave.program import PlanInputs, Planned
 from meshweave.search import Gathered
-from meshweave.sharding.placement import Placement
+from meshweave.sharding.decide import Placement
 from meshweave.sharding.registry import registrations
 from meshweave.stored.codec import Decoder, Encoder, KeyEncoder, NoFormError
 from meshweave.stored.graphs import role_form, role_of, step_form, step_of
