@@ -4,7 +4,7 @@ runs after each."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -120,14 +120,10 @@ def build_program(
     inputs = PlanInputs(captured, mesh, resolved, costs, options, _with_ring(pipeline, resolved), lasting)
     planned, trouble = _stored(inputs, partial(_plan, inputs, units, placing, progress), progress)
     return Program(
-        captured=planned.captured,
-        placed=planned.placed,
-        optimized=planned.optimized,
-        placement=planned.placement,
+        **{each.name: getattr(planned, each.name) for each in fields(planned)},
         options=options,
         contract=contract,
         optimizer=optimizer,
-        accumulation=planned.accumulation,
         recompute=_recompute_policy(pipeline),
         resolved=resolved,
         sequence=sequence,

@@ -33,31 +33,25 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What the stages after capture make: the step after the passes over it, the placed and the rank graphs, and where
-    gradients of microbatches are added up."""
+    """What the stages after capture make: the step after the passes over it, the placed and the rank graphs."""
 
     captured: StepGraph
     placed: StepGraph
     optimized: Optimized
     placement: Placement
-    accumulation: str = ""
+    accumulation: str = ""  # where gradients of several microbatches are added up, and the reason
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program(Planned):
     """A compiled training step at its three stages. Its size does not grow with the number of devices.
 
     `optimized` has the rank graphs before and after the passes.
     """
 
-    captured: StepGraph
-    placed: StepGraph
-    optimized: Optimized
-    placement: Placement
     options: CaptureOptions
     contract: Contract
     optimizer: OptimizerSpec | None = None
-    accumulation: str = ""  # where gradients of several microbatches are added up, and the reason
     sequence: str = ""  # in which order devices store pieces of a sequence, and the reason
     costs: Costs | None = None  # the costs that it was planned with
     costs_from: str = ""  # which costs these are, and where they come from

@@ -137,7 +137,8 @@ class NamedGroups:
     def __call__(self, start: fx.Node) -> Group:
         """The group of a start. Raises MeshweaveError, with the node, for a group that is unknown, or whose size
         contradicts the op's own argument."""
-        name = group_name(start)
+        group = _group(start)  # which may be the group itself
+        name = str(getattr(group, "group_name", group))
         ranks = self.ranks(start, name) if name not in self.meshes else self.meshes[name].devices
         if name not in self.meshes:
             self.meshes[name] = Mesh({_AXIS: len(ranks)}, devices=ranks)
@@ -155,12 +156,6 @@ class NamedGroups:
                 hint="pass groups={name: ranks}, or a cost callable, which needs no ranks",
             )
         return ranks
-
-
-def group_name(start: fx.Node) -> str:
-    """The name of the group argument of a collective, which may be the group itself."""
-    group = _group(start)
-    return str(getattr(group, "group_name", group))
 
 
 def _group(start: fx.Node) -> Any:
