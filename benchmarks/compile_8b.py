@@ -32,7 +32,7 @@ def measure(mesh_text: str, passes: str = "none", layers: int = 32) -> dict[str,
     from meshweave.capture.optimizers import read_optimizer
     from meshweave.capture.step import CaptureOptions, StepSource
     from meshweave.passes import pipeline_of
-    from meshweave.passes.candidates import alone
+    from meshweave.search import alone
 
     config = AutoConfig.for_model(
         "llama",
