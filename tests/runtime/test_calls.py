@@ -28,22 +28,9 @@ from meshweave.runtime.rows import ALWAYS_FIRST
 SECONDS = 60.0  # on a machine with other work; on a quiet one under 2 s
 
 
-class Fragile(nn.Module):
-    """Forward raises where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise ValueError("no such row")
-        return x.relu()
-
-
 def made(mesh: str, dropout: float = 0.0) -> mw.TrainStep:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), Fragile(), nn.Linear(8, 2), *([nn.Dropout(dropout)] if dropout else []))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), *([nn.Dropout(dropout)] if dropout else []))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return mw.compile(model, loss=mse, example=rows(8), optimizer=optimizer, mesh=mesh, profile="alpha-beta")
 
@@ -133,11 +120,6 @@ def group_alone(step: mw.TrainStep, rank: int) -> None:
     step(rows(8))
 
 
-def raise_in_forward(step: mw.TrainStep, rank: int) -> None:
-    step.model[1].fails = rank == 1
-    step.model(rows(8)["input"])
-
-
 # By name the mesh, what ranks do, and what the error says.
 SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, ...]]] = {
     "evaluate": ("dp=2", evaluate_alone, ("call 3", "rank 0: evaluate", "rank 1: step", "under `if rank == 0`")),
@@ -165,7 +147,6 @@ SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, 
         ("which goes on as compiled", "which compiles again: the optimizer's options require another update"),
     ),
     "group": ("dp=2", group_alone, ("rank 0: step, which compiles again", "rank 1: step, which goes on as compiled")),
-    "forward raises": ("fsdp=2", raise_in_forward, ("no such row",)),
     "models": ("dp=2", two_models, ("call 4", "rank 0: step of model 2", "rank 1: step")),
 }
 
