@@ -146,8 +146,6 @@ LONG_TAIL: Mapping[str, tuple[str, ...]] = {
     "more of a kind in jobs of several processes: each kind has one that is quick": (
         "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[compile first]",
         "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[eval, compiled]",
-        "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[forward]",
-        "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[layer]",
         "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[models]",
         "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[parameters]",
         "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[size]",
