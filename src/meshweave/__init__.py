@@ -17,9 +17,8 @@ from meshweave.errors import (
     VerifyError,
 )
 from meshweave.hardware import AlphaBeta, MachineProfile, load_profile
-from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.pieces import Box
 from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.program import Program
 from meshweave.runtime.rows import batch_shard
@@ -36,14 +35,12 @@ from meshweave.whatif import simulate
 if TYPE_CHECKING:
     from meshweave.torch_compile.fsdp import shard_in_graph
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # pyproject.toml reads it
 
 __all__ = [
     "AlphaBeta",
-    "Box",
     "CaptureError",
     "CheckpointError",
-    "DimSharding",
     "Layout",
     "LayoutError",
     "MachineProfile",

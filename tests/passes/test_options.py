@@ -94,7 +94,7 @@ def test_a_negative_number_of_blocks_is_refused() -> None:
 def test_the_command_line_takes_the_same_text() -> None:
     asked = SimulateCommandOptions(model="x", mesh=["dp=2"], passes="default,split=4,recompute=full")
     expected = pipeline_of("default,split=4,recompute=full")
-    assert asked.job("dp=2", "").pass_pipeline == expected
+    assert asked.pass_pipeline == expected
 
 
 # passes of a user's own

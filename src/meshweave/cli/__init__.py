@@ -7,9 +7,8 @@ import typer
 from meshweave.cli.calibrate import CalibrateOptions, calibrate
 from meshweave.cli.check import CheckOptions, check
 from meshweave.cli.command import add_command
-from meshweave.cli.explain import ExplainOptions, explain
 from meshweave.cli.move import MoveOptions, move
-from meshweave.cli.plan import PlanOptions, plan
+from meshweave.cli.plan import ExplainOptions, PlanOptions, explain, plan
 from meshweave.cli.run import RunCommandOptions, run
 from meshweave.cli.simulate import SimulateCommandOptions, simulate
 

@@ -6,34 +6,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
-import typer
 from rich.table import Table
 
 from meshweave.calibrate import FULL, QUICK, Calibration, ErrorRow
 from meshweave.calibrate import calibrate as measure
-from meshweave.cli.command import Options
+from meshweave.cli.command import Options, option
 from meshweave.cli.screen import Screen, rank
 from meshweave.errors import MeshweaveError
 from meshweave.hardware import load_profile
-from meshweave.regions.compiler import checked_backend
+from meshweave.regions.compiler import BackendName
 from meshweave.regions.libraries import Libraries
+from meshweave.report.tables import plain_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrateOptions(Options):
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="the profile to write, such as machine.toml")
-    ]
-    quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and repetitions")] = False
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda; by default CUDA if available")] = ""
-    backend: Annotated[
-        str,
-        typer.Option("--backend", help="of the compute: auto, inductor, or eager (matmuls by ATen, as eager PyTorch)"),
-    ] = "auto"
+    output: Path = option(flags=("-o", "--output"), metavar="FILE", help="the profile to write, such as machine.toml")
+    quick: bool = option(False, "fewer sizes and repetitions")
+    device: str = option("", "cpu or cuda; by default CUDA if available")
+    backend: BackendName = option("auto", "of the compute; eager: matmuls by ATen, as eager PyTorch")
 
 
 def calibrate(screen: Screen, options: CalibrateOptions) -> int:
@@ -49,7 +43,7 @@ def calibrate(screen: Screen, options: CalibrateOptions) -> int:
     began = time.perf_counter()
     on = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     plan = QUICK if quick else FULL
-    libraries = Libraries() if checked_backend(options.backend) == "eager" else None
+    libraries = Libraries() if options.backend == "eager" else None
     calibration = measure(plan, output.stem, _command(options), on, lambda stage: screen.say(f"{stage} ..."), libraries)
     if rank() == 0:
         output.write_text(calibration.text)
@@ -78,9 +72,7 @@ def _rows(calibration: Calibration) -> list[dict[str, object]]:
 
 
 def _table(rows: Sequence[ErrorRow]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    for column in ("held-out points of", "points", "median error", "worst"):
-        table.add_column(column, justify="left" if column.startswith("held") else "right")
+    table = plain_table("held-out points of", ">points", ">median error", ">worst")
     for row in rows:
         table.add_row(row.label, str(row.num_points), f"{row.median:.1%}", f"{row.worst:.1%}")
     return table

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import nn
 
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.sources import Source
 from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, check_numerics
 from meshweave.check.runs import CHECK_STEPS, Recipe, Training, widened
+from meshweave.cli.command import option
 from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen
 from meshweave.ir.mesh import Mesh
@@ -28,7 +28,7 @@ from meshweave.train_step import TrainStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions(MeshStepOptions):
-    steps: Annotated[int, typer.Option("--steps", min=1, help="number of steps to compare")] = CHECK_STEPS
+    steps: int = option(CHECK_STEPS, "number of steps to compare", min=1)
 
 
 def check(screen: Screen, job: CheckOptions) -> int:
@@ -57,14 +57,15 @@ def check(screen: Screen, job: CheckOptions) -> int:
     def split(batch: Any) -> list[Any]:
         return Batch.of(batch).micros(job.accumulate)
 
-    recipe = Recipe(source.loss, split, job.clip_grad_norm, job.autocast, job.seed, call_model, job.cast)
+    autocast, cast = job.precision.autocast, job.precision.param_dtype
+    recipe = Recipe(source.loss, split, job.clip_grad_norm, autocast, job.seed, call_model, cast)
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, job.make_optimizer(source.model, lr), stage)
         stage("prove")
         complete, deadlock = prove(program.placed, program.optimized)
         report = check_numerics(
             Training(make_model, source.make_batch, recipe, job.steps), mesh, plan, compiler,
-            bounds=Bounds.under(job.autocast or job.cast), progress=stage,
+            bounds=Bounds.under(autocast or cast), progress=stage,
         )  # fmt: skip
     screen.say(tables.proof_text(complete, deadlock))
     narrow, count = rounded_sums(program.placed)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from inspect import Parameter, Signature, get_annotations
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -12,13 +13,29 @@ import typer
 from meshweave.cli.screen import Screen, guarded
 
 
+def option(default: Any = MISSING, help: str = "", **settings: Any) -> Any:
+    """A field that is an option, named as the field: `local_batch` is --local-batch. `settings` are typer's; `flags`
+    are other names. A list is empty by default; an option with neither a default nor a list is required."""
+    return _field(default, {"kind": typer.Option, "help": help, **settings})
+
+
+def argument(metavar: str, help: str) -> Any:
+    """A field that is a positional argument."""
+    return _field(MISSING, {"kind": typer.Argument, "metavar": metavar, "help": help})
+
+
+def _field(default: Any, settings: Mapping[str, Any]) -> Any:
+    kept = MappingProxyType(settings)
+    return field(default_factory=default, metadata=kept) if default is list else field(default=default, metadata=kept)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of every command. Each field of a subclass is an option of its command; options are declared nowhere
     else."""
 
-    json: Annotated[bool, typer.Option("--json", help="one JSON object as the last line of stdout")] = False
-    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False
+    json: bool = option(False, "one JSON object as the last line of stdout")
+    debug: bool = option(False, "show the traceback of an error")
 
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -40,15 +57,19 @@ def add_command(app: typer.Typer, name: str, options: type[OptionsT], body: Body
 
 def _signature(options: type[Options]) -> Signature:
     """A keyword per field of a class and its bases, in the order of the help."""
-    known = {field.name: field for field in fields(options)}
-    hints = get_type_hints(options, include_extras=True)
+    known = {each.name: each for each in fields(options)}
+    hints = get_type_hints(options)
     names = dict.fromkeys(n for base in options.__mro__ for n in get_annotations(base))
-    return Signature(
-        [Parameter(n, Parameter.KEYWORD_ONLY, default=_default(known[n]), annotation=hints[n]) for n in names]
+    return Signature([_parameter(known[n], hints[n]) for n in names])
+
+
+def _parameter(each: Field[Any], hint: Any) -> Parameter:
+    settings = dict(each.metadata)
+    kind = settings.pop("kind")
+    flags = () if kind is typer.Argument else settings.pop("flags", (f"--{each.name.replace('_', '-')}",))
+    default = Parameter.empty if each.default is MISSING else each.default
+    if each.default_factory is not MISSING:
+        default = each.default_factory()
+    return Parameter(
+        each.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, kind(*flags, **settings)]
     )
-
-
-def _default(field: Field[Any]) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return Parameter.empty if field.default is MISSING else field.default

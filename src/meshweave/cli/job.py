@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
-import typer
 from torch import nn
 
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.sources import Source, load_source
 from meshweave.capture.step import CaptureOptions, Precision, StepSource
-from meshweave.cli.command import Options
-from meshweave.cli.costs import parse_costs
+from meshweave.cli.command import Options, argument, option
+from meshweave.cli.costs import parse_costs, parse_machine
 from meshweave.cli.screen import Screen, Stage
 from meshweave.errors import MeshweaveError
+from meshweave.hardware import MachineProfile, profile_names
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import Pipeline, pipeline_of
 from meshweave.program import Program
@@ -26,17 +26,17 @@ from meshweave.regions.compiler import BackendName
 from meshweave.runtime.session import RunOptions, SessionSettings
 from meshweave.sharding.plan_text import data_parallel_size, parse_plan
 from meshweave.sharding.plans import Plan
+from meshweave.simulate.kernels import Fusion
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
 ParamDtype = Literal["bfloat16", "float32"]
 
-_CAST = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_LR = {"sgd": 1e-2, "adam": 1e-3, "adamw": 1e-3}
-_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
+# By name: how an optimizer is made, and its learning rate.
+_OPTIMIZERS: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
+    "sgd": (lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9), 1e-2),
+    "adam": (torch.optim.Adam, 1e-3),
+    "adamw": (torch.optim.AdamW, 1e-3),
 }
 
 
@@ -44,66 +44,38 @@ _OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 class StepOptions(Options):
     """A training step of a MODEL, except its mesh and plan."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="file.py:factory, or hf:MODEL_TYPE?field=value&...")]
-    optimizer: Annotated[OptimizerName, typer.Option("--optimizer", help="sgd, adam or adamw")] = "adamw"
-    lr: Annotated[float | None, typer.Option("--lr", min=0, help="learning rate; by default the optimizer's")] = None
-    local_batch: Annotated[
-        int | None, typer.Option("--local-batch", min=1, help="batch size per data-parallel device")
-    ] = None
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="global batch size, instead of --local-batch")] = (
-        None
-    )
-    seq: Annotated[int, typer.Option("--seq", min=2, help="tokens per sequence")] = 64
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="bfloat16 is autocast: parameters stay float32")] = "float32"
-    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="microbatches per step")] = 1
-    clip_grad_norm: Annotated[
-        float | None, typer.Option("--clip-grad-norm", help="clip gradients by their global norm")
-    ] = None
-    param_dtype: Annotated[ParamDtype | None, typer.Option("--param-dtype", help="cast parameters before forward")] = (
-        None
-    )
-    passes: Annotated[
-        str,
-        typer.Option("--passes", help="passes over the step, such as default or overlap,split=2,recompute=full"),
-    ] = "none"
-    backend: Annotated[
-        BackendName,
-        typer.Option("--backend", help="backend of the compute between communications: eager, inductor or auto"),
-    ] = "auto"
-    seed: Annotated[int, typer.Option("--seed", help="random seed of parameters, data and dropout")] = 0
-    memory_cap: Annotated[
-        str,
-        typer.Option("--memory-cap", help="memory cap of a device, such as 40GB; implies the pass overlap"),
-    ] = ""
+    model: str = argument("MODEL", "file.py:factory, or hf:MODEL_TYPE?field=value&...")
+    optimizer: OptimizerName = option("adamw", "sgd, adam or adamw")
+    lr: float | None = option(None, "learning rate; by default the optimizer's", min=0)
+    local_batch: int | None = option(None, "batch size per data-parallel device", min=1)
+    batch: int | None = option(None, "global batch size, instead of --local-batch", min=1)
+    seq: int = option(64, "tokens per sequence", min=2)
+    dtype: Dtype = option("float32", "bfloat16 is autocast: parameters stay float32")
+    param_dtype: ParamDtype | None = option(None, "cast parameters before forward")
+    accumulate: int = option(1, "microbatches per step", min=1)
+    clip_grad_norm: float | None = option(None, "clip gradients by their global norm")
+    passes: str = option("none", "passes over the step, such as default or overlap,split=2,recompute=full")
+    memory_cap: str = option("", "memory cap of a device, such as 40GB; implies the pass overlap")
+    backend: BackendName = option("auto", "of the compute between communications: eager, inductor or auto")
+    seed: int = option(0, "random seed of parameters, data and dropout")
 
     @property
-    def autocast(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.dtype == "bfloat16" else None
-
-    @property
-    def cast(self) -> torch.dtype | None:
-        """The dtype that parameters are cast to."""
+    def precision(self) -> Precision:
         if self.param_dtype is not None and self.dtype == "float64":
             raise MeshweaveError(
                 "--dtype float64 and --param-dtype contradict each other", hint="leave one of them out"
             )
-        return None if self.param_dtype is None else _CAST[self.param_dtype]
-
-    @property
-    def capture(self) -> CaptureOptions:
-        return CaptureOptions(
-            clip_grad_norm=self.clip_grad_norm,
-            accumulate=self.accumulate,
-            seed=self.seed,
-            precision=Precision(autocast=self.autocast, param_dtype=self.cast),
+        return Precision(
+            autocast=torch.bfloat16 if self.dtype == "bfloat16" else None,
+            param_dtype=None if self.param_dtype is None else getattr(torch, self.param_dtype),
         )
 
     @property
     def pass_pipeline(self) -> Pipeline:
-        """The passes over the step."""
         return pipeline_of(self.passes, memory_cap_bytes=parse_bytes(self.memory_cap) if self.memory_cap else None)
 
     def settings(self, **changes: Any) -> SessionSettings:
+        """The settings of a session, with other values of some `RunOptions`."""
         run = RunOptions(**{"backend": self.backend, **changes})
         return SessionSettings(accumulate=self.accumulate, seed=self.seed, run=run)
 
@@ -117,36 +89,50 @@ class StepOptions(Options):
         return load_source(self.model, batch=batch, seq=self.seq, dtype=dtype, seed=self.seed, device=device)
 
     def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
-        chosen = next(rate for rate in (self.lr, lr, _LR[self.optimizer]) if rate is not None)
-        return _OPTIMIZERS[self.optimizer](model.parameters(), lr=chosen)
+        make, usual = _OPTIMIZERS[self.optimizer]
+        return make(model.parameters(), lr=next(rate for rate in (self.lr, lr, usual) if rate is not None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshStepOptions(StepOptions):
     """A step on a mesh: what run, check and plan share, and what every program is compiled from."""
 
-    mesh: Annotated[str, typer.Option("--mesh", help="named axes, such as dp=2,tp=2; empty for one device")] = ""
-    plan: Annotated[str, typer.Option("--plan", help="scheme:axis+scheme:axis, or a TOML or JSON file of globs")] = ""
-    profile: Annotated[
-        str,
-        typer.Option(
-            "--profile", help="costs for choosing moves: a machine such as h100, its file, or alpha=s,axis=B/s"
-        ),
-    ] = ""
+    mesh: str = option("", "named axes, such as dp=2,tp=2; empty for one device")
+    plan: str = option("", "scheme:axis+scheme:axis, or a TOML or JSON file of globs")
+    profile: str = option("", "costs for choosing moves: a machine such as h100, its file, or alpha=s,axis=B/s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineOptions(StepOptions):
+    """The machine of a simulated step. It need not be present."""
+
+    profile: str = option("h100", f"machine: {', '.join(profile_names())}, or a file (profile.toml)")
+    scale: str = option("", "what-if factors of the machine: net_bandwidth=2,attention=cudnn")
+    fusion: Fusion | None = option(None, "what runs as a single kernel; by default as the machine profile says")
+
+    @property
+    def machine(self) -> MachineProfile:
+        return parse_machine(self.profile, self.scale)
+
+    def compiled(self, screen: Screen, mesh: str, plan: str) -> Program:
+        """The program of the step on a mesh; moves are chosen by the unscaled profile."""
+        self.machine.check_mesh(Mesh(mesh))
+        shared = {each.name: getattr(self, each.name) for each in fields(StepOptions)}
+        return compiled_unrun(screen, MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared))
 
 
 def compiled(
     job: MeshStepOptions, source: Source, mesh: Mesh, plan: Plan | None, optimizer: Any, stage: Stage
 ) -> Program:
     """The program of a job, its moves chosen by the job's costs."""
-    spec = read_optimizer(optimizer, source.model)
-    costs = parse_costs(job.profile, mesh.axis_names)
     return build_program(
         StepSource(source.model, source.loss),
         source.batch,
-        spec,
-        Target(mesh, plan, costs),
-        job.capture,
+        read_optimizer(optimizer, source.model),
+        Target(mesh, plan, parse_costs(job.profile, mesh.axis_names)),
+        CaptureOptions(
+            clip_grad_norm=job.clip_grad_norm, accumulate=job.accumulate, seed=job.seed, precision=job.precision
+        ),
         job.pass_pipeline,
         stage,
     )
@@ -163,12 +149,12 @@ def compiled_unrun(screen: Screen, job: MeshStepOptions) -> Program:
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_bytes(text: str, option: str = "--memory-cap") -> int:
+def parse_bytes(text: str, where: str = "--memory-cap") -> int:
     """A size in bytes: 40e9, 40GB or 37.5GiB. Raises MeshweaveError for other text."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     try:
         return int(float(match.group(1)) * _UNITS[match.group(2).upper()])  # type: ignore[union-attr]
     except (AttributeError, KeyError, ValueError, OverflowError):
         raise MeshweaveError(
-            "not a size", where=option, got=repr(text), expected="something like 40GB, 37.5GiB or 40e9"
+            "not a size", where=where, got=repr(text), expected="something like 40GB, 37.5GiB or 40e9"
         ) from None

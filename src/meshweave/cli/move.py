@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-import typer
 from rich.markup import escape
 from rich.table import Table
 
-from meshweave.cli.command import Options
+from meshweave.cli.command import Options, argument, option
 from meshweave.cli.costs import parse_costs
-from meshweave.cli.screen import Screen
+from meshweave.cli.screen import Screen, picked
 from meshweave.errors import MeshweaveError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.movement.plan import MovePlan, plan_move
-from meshweave.report.tables import bytes_text
+from meshweave.report.tables import bytes_text, plain_table
 
 Order = Literal["sound", "strict", "any"]
 
@@ -31,26 +30,16 @@ _ORDERS: dict[Order, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveOptions(Options):
-    source: Annotated[str, typer.Argument(metavar="SRC", help="layout, such as '[{a}, {}] partial(sum: b)'")]
-    target: Annotated[str, typer.Argument(metavar="DST", help="layout")]
-    mesh: Annotated[str, typer.Option("--mesh", help="named axes, such as a=4,b=8, or 'a=2 on [4, 5]'")]
-    shape: Annotated[str, typer.Option("--shape", help="shape of the whole tensor, such as 4096,4096")]
-    to_mesh: Annotated[str | None, typer.Option("--to-mesh", help="mesh of DST, if different")] = None
-    dtype: Annotated[str, typer.Option("--dtype", help="a torch dtype")] = "float32"
-    profile: Annotated[
-        str,
-        typer.Option("--profile", help="a machine such as h100, its file, or alpha=seconds,axis=bytes per second"),
-    ] = ""
-    memory_cap: Annotated[
-        int | None,
-        typer.Option(
-            "--memory-cap",
-            min=0,
-            help="limit of input plus output bytes of a step; by default a share of the device's memory",
-        ),
-    ] = None
-    order: Annotated[Order, typer.Option("--order", help="numerics of reductions: sound, strict or any")] = "sound"
-    alternatives: Annotated[int, typer.Option("--alternatives", min=0, help="number of rejected plans to show")] = 0
+    source: str = argument("SRC", "layout, such as '[{a}, {}] partial(sum: b)'")
+    target: str = argument("DST", "layout")
+    mesh: str = option(help="named axes, such as a=4,b=8, or 'a=2 on [4, 5]'")
+    shape: str = option(help="shape of the whole tensor, such as 4096,4096")
+    to_mesh: str | None = option(None, "mesh of DST, if different")
+    dtype: str = option("float32", "a torch dtype")
+    profile: str = option("", "a machine such as h100, its file, or alpha=seconds,axis=bytes per second")
+    memory_cap: int | None = option(None, "most bytes in and out of a step; by default a share of the memory", min=0)
+    order: Order = option("sound", "numerics of reductions: sound, strict or any")
+    alternatives: int = option(0, "number of rejected plans to show", min=0)
 
 
 def move(screen: Screen, options: MoveOptions) -> int:
@@ -73,7 +62,7 @@ def _show(screen: Screen, plan: MovePlan, alternatives: int, shape: tuple[int, .
     screen.say(f"{at_best}; {summary}; {plan.numerics}; order {plan.order}: {_ORDERS[plan.order]}")
     alternative_plans = plan.alternatives(alternatives) if alternatives else ()
     if alternative_plans:
-        table = _table("plan not taken", ">us", ">peak", "why")
+        table = plain_table("plan not taken", ">us", ">peak", "why")
         for other in alternative_plans:
             table.add_row(_joined(other.steps), _us(other.seconds), bytes_text(other.peak_bytes), escape(other.why))
         screen.say("")
@@ -82,14 +71,10 @@ def _show(screen: Screen, plan: MovePlan, alternatives: int, shape: tuple[int, .
         True,
         source=str(plan.source),
         target=str(plan.target),
-        kind=plan.kind,
         **_cost(plan),
-        lower_bound_seconds=plan.lower_bound_seconds,
-        numerics=plan.numerics,
-        order=plan.order,
+        **picked(plan, "kind", "lower_bound_seconds", "numerics", "order"),
         alternatives=[
-            {"steps": [str(s) for s in other.steps], "seconds": other.seconds, "peak_bytes": other.peak_bytes}
-            | {"why": other.why}
+            {"steps": [str(s) for s in other.steps], **picked(other, "seconds", "peak_bytes", "why")}
             for other in alternative_plans
         ],
     )
@@ -98,20 +83,14 @@ def _show(screen: Screen, plan: MovePlan, alternatives: int, shape: tuple[int, .
 
 def _cost(plan: MovePlan) -> dict[str, Any]:
     steps = [
-        {"text": str(s), "kind": s.kind, "axes": s.axes, "target": str(s.target)}
-        | {"bytes_received": s.bytes_received, "seconds": s.seconds}
+        {"text": str(s), "target": str(s.target), **picked(s, "kind", "axes", "bytes_received", "seconds")}
         for s in plan.steps
     ]
-    return {
-        "steps": steps,
-        "seconds": plan.seconds,
-        "bytes_received": plan.bytes_received,
-        "peak_bytes": plan.peak_bytes,
-    }
+    return {"steps": steps, **picked(plan, "seconds", "bytes_received", "peak_bytes")}
 
 
 def _steps_table(plan: MovePlan) -> Table:
-    table = _table(">", "step", "then it is", ">us", ">bytes received")
+    table = plain_table(">", "step", "then it is", ">us", ">bytes received")
     for number, step in enumerate(plan.steps, 1):
         texts = (escape(str(step)), escape(str(step.target)))
         table.add_row(str(number), *texts, _us(step.seconds), bytes_text(step.bytes_received))
@@ -126,14 +105,6 @@ def _joined(steps: Sequence[object]) -> str:
 
 def _us(seconds: float) -> str:
     return f"{seconds * 1e6:.4g}"
-
-
-def _table(*columns: str) -> Table:
-    """A plain table; a column that begins with > is aligned to the right."""
-    table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
-    return table
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -1,22 +1,31 @@
-"""plan: the moves of MODEL's step, without running it."""
+"""plan and explain: the moves of MODEL's step, without running it, and why they are exposed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Any
 
-import typer
+from rich.markup import escape
+from torch import fx
 
-from meshweave.cli.job import MeshStepOptions, compiled_unrun
-from meshweave.cli.screen import Screen
+from meshweave import whatif
+from meshweave.buckets.unmerge import merged_results
+from meshweave.cli.command import option
+from meshweave.cli.job import MachineOptions, MeshStepOptions, compiled_unrun
+from meshweave.cli.screen import Screen, picked
+from meshweave.errors import MeshweaveError
+from meshweave.ir.graph import origin_of
+from meshweave.program import Program
 from meshweave.report import tables
 from meshweave.report.moves import MoveRow, move_rows
+from meshweave.report.tables import bytes_text
+from meshweave.simulate.result import Simulation, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(MeshStepOptions):
-    show_all: Annotated[bool, typer.Option("--all", help="show every repeated layer")] = False
+    show_all: bool = option(False, "show every repeated layer", flags=("--all",))
 
 
 def plan(screen: Screen, job: PlanOptions) -> int:
@@ -32,3 +41,73 @@ def plan(screen: Screen, job: PlanOptions) -> int:
     sums, received = [total.as_dict() for total in tables.totals(rows)], sum(r.bytes_received for r in rows)
     screen.result(True, mesh=str(program.mesh), num_moves=len(rows), bytes_received=received, moves=shown, totals=sums)
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions(MachineOptions):
+    mesh: str = option("", "named axes")
+    plan: str = option("", "as for plan")
+    why: str = option("", "a node, module or source line, or part of one")
+
+
+def explain(screen: Screen, options: ExplainOptions) -> int:
+    """Explain for every communication why it moves and why it is exposed; with --why only for those that match a
+    text."""
+    program = options.compiled(screen, options.mesh, options.plan)
+    return _explain(screen, program, whatif.simulate(program, options.machine, fusion=options.fusion), options.why)
+
+
+_SHOWN = ["name", "op", "group", "phase", "module", "line", "layout", "start", "seconds", "bytes", "exposed_seconds"]
+
+
+def _is_meant(span: Span, parts: Sequence[fx.Node], why: str) -> bool:
+    """Whether --why matches a communication, or a part of a merged communication."""
+    origins = [origin_of(node) for node in parts]
+    texts = (span.name, span.module, span.line, *(text for o in origins for text in (o.module, o.source)))
+    return why == span.op or any(why in text for text in texts)
+
+
+def _explain(screen: Screen, program: Program, simulation: Simulation, why: str) -> int:
+    spans = [s for s in simulation.spans if s.kind != "compute"]
+    parts = _merged_parts(program)
+    chosen = [s for s in spans if _is_meant(s, parts.get(s.name, ()), why)]
+    if not chosen:
+        raise MeshweaveError(
+            "no communication matches",
+            where="--why",
+            got=why,
+            expected=f"part of a name, module or source line, such as {', '.join(s.name for s in spans[:3])}",
+        )
+    rows: list[dict[str, Any]] = []
+    for span in sorted(chosen, key=lambda s: -s.exposed_seconds) if not why else chosen:
+        merged = {"merged": _modules_of(parts[span.name])} if span.name in parts else {}
+        reasons = [picked(reason, "kind", "seconds", "text") for reason in span.reasons]
+        rows.append({**picked(span, *_SHOWN), "reasons": reasons, **merged})
+    for row in rows if why else rows[:20]:
+        screen.say(
+            f"[bold]{escape(row['name'])}[/] {row['op']} over {row['group']} in {row['phase']} {escape(row['module'])} "
+            f"{escape(row['line'])}\n  moves {escape(row['layout'])}: {bytes_text(row['bytes'])} received in "
+            f"{row['seconds'] * 1e3:.3f} ms from {row['start'] * 1e3:.3f} ms"
+        )
+        if "merged" in row:
+            screen.say(f"  merged from {escape(', '.join(row['merged']))}")
+        if not row["exposed_seconds"]:
+            screen.say("  hidden under compute")
+        for reason in row["reasons"]:
+            screen.say(f"  exposed {reason['seconds'] * 1e3:.3f} ms ({reason['kind']}): {escape(reason['text'])}")
+    hidden = sum(1 for s in spans if not s.exposed_seconds)
+    screen.say(
+        f"{len(spans)} communications, {hidden} hidden; exposed {simulation.exposed_seconds * 1e3:.3f} of "
+        f"{simulation.seconds * 1e3:.3f} ms, modelled by {simulation.profile} {simulation.profile_version}"
+    )
+    screen.result(True, mesh=simulation.mesh, communications=rows, **simulation.as_dict())
+    return 0
+
+
+def _merged_parts(program: Program) -> Mapping[str, tuple[fx.Node, ...]]:
+    """For each merged communication, over all roles: the nodes that it consists of."""
+    return {node.name: results for role in program.roles for node, results in merged_results(role).items()}
+
+
+def _modules_of(nodes: Iterable[fx.Node]) -> list[str]:
+    return list(dict.fromkeys(origin_of(n).module for n in nodes))

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
 
 from meshweave.capture.sources import Source
+from meshweave.cli.command import option
 from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen, check_outputs, rank, write_text
 from meshweave.ir.mesh import Mesh
@@ -30,14 +30,10 @@ from meshweave.whatif import simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCommandOptions(MeshStepOptions):
-    steps: Annotated[int, typer.Option("--steps", min=1, help="last step to train")] = 20
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", metavar="DIR", help="directory to resume from and save to")
-    ] = ""
-    save_every: Annotated[int, typer.Option("--save-every", min=0, help="steps between saves; 0: only at the end")] = 0
-    report: Annotated[Path | None, typer.Option("--report", help="measure the last step, and write an HTML page")] = (
-        None
-    )
+    steps: int = option(20, "last step to train", min=1)
+    checkpoint: str = option("", "directory to resume from and save to", metavar="DIR")
+    save_every: int = option(0, "steps between saves; 0: only at the end", min=0)
+    report: Path | None = option(None, "measure the last step, and write an HTML page")
 
 
 def run(screen: Screen, job: RunCommandOptions) -> int:

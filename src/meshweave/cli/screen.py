@@ -53,6 +53,11 @@ class Screen:
             sys.stdout.flush()
 
 
+def picked(record: object, *names: str) -> dict[str, Any]:
+    """These attributes, for a JSON object."""
+    return {name: getattr(record, name) for name in names}
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file, or raise with the reason why not."""
     try:
