@@ -46,7 +46,9 @@ def test_mesh_equals_one_device_equals_eager(name: str, mesh: str) -> None:
         model = make(name)[0]
         return model, torch.optim.AdamW(model.parameters(), lr=CHECK_LR)
 
-    report = check_numerics(Training(fresh, lambda i: batch, Recipe(loss)), mw.Mesh(mesh), None, compiler(batch, loss))
+    report = check_numerics(
+        Training(fresh, lambda i: batch, Recipe(loss=loss)), mw.Mesh(mesh), None, compiler(batch, loss)
+    )
     assert report.failed == ()
     assert len(report.errors) > 20
     assert {e.kind for e in report.errors} >= {"loss", "gradient 1", "gradient 3", "parameter", "state"}
@@ -73,7 +75,7 @@ def test_other_optimizers(optimizer: str) -> None:
         return model, makers[optimizer](model.parameters())
 
     report = check_numerics(
-        Training(fresh, lambda i: batch, Recipe(loss)), mw.Mesh("fsdp=2,tp=2"), None, compiler(batch, loss)
+        Training(fresh, lambda i: batch, Recipe(loss=loss)), mw.Mesh("fsdp=2,tp=2"), None, compiler(batch, loss)
     )
     assert report.failed == ()
 

@@ -50,7 +50,7 @@ def trained_apart(
     twin = copy.deepcopy(model)
     ours, theirs = build(model), build(twin)
     step = mw.compile(model, loss=mse, example=data[0], optimizer=ours, mesh=mesh)
-    eager, worst = Eager(twin, theirs, Recipe(mse)), 0.0
+    eager, worst = Eager(twin, theirs, Recipe(loss=mse)), 0.0
     for i, batch in enumerate(data):
         for optimizer in (ours, theirs):
             before(optimizer, i)
@@ -165,7 +165,7 @@ def test_every_schedule_of_torch_made_after_compile(make_optimizer: Any) -> None
         for m in (model, twin)
     )
     step = mw.compile(model, loss=mse, example=batch, optimizer=ours, mesh="fsdp=2")
-    eager = Eager(twin, theirs, Recipe(mse))
+    eager = Eager(twin, theirs, Recipe(loss=mse))
     for make_schedule in SCHEDULES.values():
         schedules = [make_schedule(optimizer) for optimizer in (ours, theirs)]
         for _ in range(3):

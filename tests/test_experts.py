@@ -68,7 +68,7 @@ def test_gradients_and_updates_equal_one_device_and_eager_pytorch(kind: str, mes
         options: dict[str, Any] = {"clip_grad_norm": 0.5, "run": mw.RunOptions(keep_gradients=True)}
         return mw.compile(model, loss=own_loss, example=like, optimizer=optimizer, mesh=on, plan=plan, **options)
 
-    recipe = Recipe(own_loss, clip_grad_norm=0.5)
+    recipe = Recipe(loss=own_loss, clip_grad_norm=0.5)
     report = check_numerics(Training(fresh, lambda i: batch, recipe), mw.Mesh(mesh), PLANS[mesh], build)
     assert report.failed == ()
     assert any("gate" in e.name or "router" in e.name for e in report.errors)

@@ -117,7 +117,15 @@ def build_program(
     units = infer_units(captured)
     resolved = _choose_styles(captured, source, resolved, named, units, placing, like)
     lasting = None if like is None else like.placement
-    inputs = PlanInputs(captured, mesh, resolved, costs, options, _with_ring(pipeline, resolved), lasting)
+    inputs = PlanInputs(
+        captured=captured,
+        mesh=mesh,
+        resolved=resolved,
+        costs=costs,
+        options=options,
+        pipeline=_with_ring(pipeline, resolved),
+        lasting=lasting,
+    )
     planned, trouble = _stored(inputs, partial(_plan, inputs, units, placing, progress), progress)
     return Program(
         **{each.name: getattr(planned, each.name) for each in fields(planned)},
@@ -224,7 +232,7 @@ def _planned(
 
     placed, roles, note = _accumulated(expanded, options, pipeline.room(costs))
     optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
-    return Planned(step, placed, optimized, placement, note)
+    return Planned(captured=step, placed=placed, optimized=optimized, placement=placement, accumulation=note)
 
 
 def _accumulated(

@@ -17,7 +17,7 @@ from meshweave.sharding.decide import Placement
 from meshweave.sharding.plans import Resolved
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
     """All that the stages after capture read: the captured step, the plan with its choices, and `lasting`, the
     placement whose state the program shares."""
@@ -31,7 +31,7 @@ class PlanInputs:
     lasting: Placement | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """What the stages after capture make: the step after the passes over it, the placed and the rank graphs."""
 
@@ -78,7 +78,9 @@ class Program(Planned):
     @property
     def as_expanded(self) -> Program:
         """The program without any pass."""
-        return replace(self, optimized=Optimized(self.expanded, self.expanded, self.expanded))
+        return replace(
+            self, optimized=Optimized(roles=self.expanded, expanded=self.expanded, unscheduled=self.expanded)
+        )
 
     @property
     def overlap(self) -> tuple[OverlapReport, ...]:

@@ -46,20 +46,28 @@ command = importlib.import_module("meshweave.cli.calibrate")  # its command has 
 CPU = torch.device("cpu")
 MIB = 1 << 20
 TINY = MeasurementPlan(
-    Effort(3, 0.01, 1e-4, 4),
-    Effort(3, 0.05, 1e-4, 2),
-    (16, 64),
-    (32,),
-    1e6,
-    ((24, 48, 32), (40, 24, 17)),
-    ((1, 2, 16, 16), (1, 2, 64, 16)),
-    (1 << 10, 1 << 16, 1 << 18),
-    (1 << 14,),
-    (1 << 12, 1 << 16),
-    (1 << 14,),
-    True,
+    ops=Effort(3, 0.01, 1e-4, 4),
+    links=Effort(3, 0.05, 1e-4, 2),
+    matmul_sizes=(16, 64),
+    other_sizes=(32,),
+    max_flops=1e6,
+    held_out_shapes=((24, 48, 32), (40, 24, 17)),
+    attention=((1, 2, 16, 16), (1, 2, 64, 16)),
+    memory=(1 << 10, 1 << 16, 1 << 18),
+    held_out_memory=(1 << 14,),
+    received=(1 << 12, 1 << 16),
+    held_out_received=(1 << 14,),
+    is_quick=True,
 )
-MACHINE = MachineFacts("toy", "1", "a toy", "meshweave calibrate", 2, 1e9, 1e8)
+MACHINE = MachineFacts(
+    name="toy",
+    version="1",
+    summary="a toy",
+    command="meshweave calibrate",
+    devices_per_node=2,
+    memory_bytes=1e9,
+    reserved_bytes=1e8,
+)
 
 
 # Single ops
@@ -233,9 +241,16 @@ def test_noise_does_not_make_two_collectives_of_an_all_reduce(seconds: float, pr
     """Up to 30% more than a reduce-scatter and an all-gather is noise, and it saves a start-up; more is a slow
     all-reduce."""
     sizes = {"all_gather": 500, "reduce_scatter": 1000}
-    measured = [MeasuredLink(op, "node", 2, size, 8e-4, False) for op, size in sizes.items()]
-    measured += [MeasuredLink("all_reduce", "node", 2, 1000, seconds, False)]
-    measured += [MeasuredLink("all_reduce", "node", 2, 100_000, 9e-2, False)]
+    measured = [
+        MeasuredLink(op=op, level="node", group_size=2, local_bytes=size, seconds=8e-4, is_held_out=False)
+        for op, size in sizes.items()
+    ]
+    measured += [
+        MeasuredLink(op="all_reduce", level="node", group_size=2, local_bytes=1000, seconds=seconds, is_held_out=False)
+    ]
+    measured += [
+        MeasuredLink(op="all_reduce", level="node", group_size=2, local_bytes=100_000, seconds=9e-2, is_held_out=False)
+    ]
     text, _ = profile_text(MACHINE, Measurements(OPS_MEASURED, tuple(measured)), [])
     profile = parse_profile(text, "toy.toml")
     assert profile.seconds("all_reduce", Mesh("dp=2"), ("dp",), 1000) == pytest.approx(priced)
@@ -269,7 +284,15 @@ def test_what_communications_cost_the_compute_beside_them(
 
 def test_measured_links_are_priced_and_their_errors_stated() -> None:
     measured = [
-        MeasuredLink("all_gather", "node", 2, size, seconds, is_held_out, 0.25)
+        MeasuredLink(
+            op="all_gather",
+            level="node",
+            group_size=2,
+            local_bytes=size,
+            seconds=seconds,
+            is_held_out=is_held_out,
+            host=0.25,
+        )
         for size, seconds, is_held_out in ((1000, 1e-4, False), (10_000, 2e-4, True), (100_000, 1e-3, False))
     ]
     found = places(2, 2)

@@ -72,7 +72,7 @@ def example_for(model):
 
 
 def run(compile_step=compiler, mesh="dp=2", *, make=make_model, recipe=None, steps=3, **options) -> NumericsReport:
-    training = Training(make, make_batch, recipe or Recipe(loss), steps)
+    training = Training(make, make_batch, recipe or Recipe(loss=loss), steps)
     return check_numerics(training, Mesh(mesh), None, compile_step, **options)
 
 
@@ -192,14 +192,14 @@ def test_accumulation_and_clipping_are_compared_too():
     def split(batch):
         return Batch.of(batch).micros(2)
 
-    report = run(step_of, recipe=Recipe(loss, split, clip_grad_norm=0.1), steps=2)
+    report = run(step_of, recipe=Recipe(loss=loss, split=split, clip_grad_norm=0.1), steps=2)
     assert report.ok
-    unclipped = run(step_of, recipe=Recipe(loss, split), steps=2)
+    unclipped = run(step_of, recipe=Recipe(loss=loss, split=split), steps=2)
     assert {e.run for e in unclipped.failed} == {"one device", "mesh in float64"}
 
 
 def test_another_seed_of_dropout_is_another_loss():
-    report = run(recipe=Recipe(loss, seed=1), steps=1)
+    report = run(recipe=Recipe(loss=loss, seed=1), steps=1)
     assert not report.ok
     assert {e.kind for e in report.failed if e.run == "one device"} >= {"loss"}
 
@@ -219,7 +219,7 @@ def test_reports_as_dict_can_be_written_as_json():
 
 
 def test_an_empty_report_proves_nothing():
-    assert not NumericsReport("dp=2", 1, Bounds(), {}, ()).ok
+    assert not NumericsReport(mesh="dp=2", num_steps=1, bounds=Bounds(), losses={}, errors=()).ok
 
 
 def test_bounds_widen_with_the_unit_of_rounding():
@@ -228,7 +228,7 @@ def test_bounds_widen_with_the_unit_of_rounding():
 
 
 def test_errors_sort_by_failure_then_by_error():
-    good = TensorError("mesh", "one device", "state", "a", 1e-6, 1e-5)
+    good = TensorError(run="mesh", reference="one device", kind="state", name="a", error=1e-6, bound=1e-5)
     bad, excused = replace(good, name="b", error=1.0), replace(good, name="c", error=2.0, rounding=1.0)
     missing = replace(good, name="d", problem="missing")
     ordered = sorted([good, excused, bad, missing], key=lambda e: e.badness, reverse=True)

@@ -91,7 +91,7 @@ def check(
             found = TrainStep(found.program, model, optimizer, found.session.world, found.session.settings)
         return found
 
-    recipe = Recipe(loss, clip_grad_norm=clip)
+    recipe = Recipe(loss=loss, clip_grad_norm=clip)
     return check_numerics(Training(make_model, make_batch, recipe, steps=2), Mesh(mesh), None, compiler)
 
 

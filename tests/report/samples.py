@@ -63,7 +63,19 @@ class _Builder:
     def add(self, role: int, stream: str, op: str, start: float, seconds: float, phase: str, **more: Any) -> int:
         index, name = len(self.spans), self.name(op)
         kind: Any = more.pop("kind", "compute")
-        span = Span(index, name, op, kind, stream, role, start, seconds, phase, names=(name,), **more)
+        span = Span(
+            index=index,
+            name=name,
+            op=op,
+            kind=kind,
+            stream=stream,
+            role=role,
+            start=start,
+            seconds=seconds,
+            phase=phase,
+            names=(name,),
+            **more,
+        )
         self.spans.append(span)
         self.free[stream] = start + seconds
         return index
@@ -215,10 +227,24 @@ def _finish(
     )
     mesh = f"pp={roles},fsdp=4,tp=2" if roles > 1 else "fsdp=4,tp=2"
     return Simulation(
-        seconds, tuple(moved), results, streams, mesh, 8 * roles, "h100", "2026.1", source, f"llama, {mesh}",
-        tokens=16 * 4096 * microbatches, flops=1e15, mfu=0.412, mfu_dtype="bfloat16", memory_bytes=79 * 2**30,
-        verdict=verdict, notes=("chains of ops are fused",),
-    )  # fmt: skip
+        seconds=seconds,
+        spans=tuple(moved),
+        roles=results,
+        streams=streams,
+        mesh=mesh,
+        num_devices=8 * roles,
+        profile="h100",
+        profile_version="2026.1",
+        source=source,
+        title=f"llama, {mesh}",
+        tokens=16 * 4096 * microbatches,
+        flops=1e15,
+        mfu=0.412,
+        mfu_dtype="bfloat16",
+        memory_bytes=79 * 2**30,
+        verdict=verdict,
+        notes=("chains of ops are fused",),
+    )
 
 
 def _role(spans: list[Span], role: int, seconds: float) -> RoleResult:
@@ -263,8 +289,18 @@ def moves_of(simulation: Simulation) -> tuple[MoveRow, ...]:
             value, _, change = span.layout.partition(": ")
             source, _, target = change.partition(" -> ")
             row = MoveRow(
-                span.name, span.phase, span.op, source, target, value, (f"{span.op}({span.group})",), int(span.bytes),
-                span.seconds, f"{span.module.rpartition('.')[2]} -> mm", span.line, span.module,
-            )  # fmt: skip
+                name=span.name,
+                phase=span.phase,
+                kind=span.op,
+                source=source,
+                target=target,
+                value=value,
+                steps=(f"{span.op}({span.group})",),
+                bytes_received=int(span.bytes),
+                seconds=span.seconds,
+                why=f"{span.module.rpartition('.')[2]} -> mm",
+                line=span.line,
+                module=span.module,
+            )
             found.append(row)
     return tuple(found)

@@ -305,7 +305,18 @@ def test_products_that_are_summed_say_so() -> None:
 
 
 def choice(before: float, after: float, steps: int, more: float = 0.0) -> RingChoice:
-    estimate = Estimate(before, 0.0, 0.0, 0.0, 0.0, 0.0, steps, 0, 0.0, after)
+    estimate = Estimate(
+        compute=before,
+        collective=0.0,
+        host=0.0,
+        hidden=0.0,
+        chunk=0.0,
+        message=0.0,
+        num_steps=steps,
+        num_messages=0,
+        losses=0.0,
+        played=after,
+    )
     return RingChoice(RingScheme(algorithm("all_gather", "direct"), 0), Downstream({}), steps, estimate, more)
 
 

@@ -51,8 +51,31 @@ class Table:
         ways = {name: way_of(gm, name) for name in ("g0", "g1", "h")}
         self.asked.append(ways)
         total = 100.0 + sum(self.seconds.get(name, {}).get(way, 0.0) for name, way in ways.items())
-        rows = [CollectiveRow(name, "all_gather", "a", 0.0, 1.0, s, (), "") for name, s in self.exposed.items()]
-        return OverlapReport(total, total, 0.0, 0.0, 0.0, 0, 0, 0, 0.0, rows)
+        rows = [
+            CollectiveRow(
+                name=name,
+                op="all_gather",
+                group="a",
+                bytes=0.0,
+                seconds=1.0,
+                exposed_seconds=s,
+                hidden_by=(),
+                reason="",
+            )
+            for name, s in self.exposed.items()
+        ]
+        return OverlapReport(
+            seconds_before=total,
+            seconds=total,
+            exposed_before=0.0,
+            exposed_seconds=0.0,
+            bound_seconds=0.0,
+            peak_before=0,
+            peak_bytes=0,
+            cap_bytes=0,
+            regret=0.0,
+            collectives=rows,
+        )
 
 
 def way_of(gm: fx.GraphModule, name: str) -> str:

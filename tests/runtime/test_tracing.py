@@ -240,7 +240,10 @@ def test_a_wait_exposes_what_its_channel_does() -> None:
     ]  # fmt: skip
     events = tuple(Event(name, float(a), float(b), is_copy) for name, a, b, is_copy in times)
     changes = (Change("x", 0.5, 16), Change(double, 3.0, 16), Change(double, 10.0, -16))
-    traces = [DeviceTrace(d, 0.5, 11.5, events, changes, 16) for d in (0, 1)]
+    traces = [
+        DeviceTrace(device=d, began=0.5, ended=11.5, events=events, changes=changes, persistent_bytes=16)
+        for d in (0, 1)
+    ]
     found = measured([role], traces, tokens=3)
     spans = {(s.name, s.kind): s for s in found.spans}
     assert found.seconds == 11.0

@@ -44,12 +44,14 @@ class Step:
     def kernel(self, seconds: float, *reads: fx.Node) -> fx.Node:
         node = self._made(self.graph.call_function(torch.relu, (*reads,) or (self.x,)), len(self.values))
         made = Kernel((node,), float(len(self.stream)), (), reads or (self.x,), (node,))
-        self.stream.append(self._add(SimulatedTask("kernel", node, (0,), seconds, 0, made)))
+        self.stream.append(
+            self._add(SimulatedTask(kind="kernel", node=node, roles=(0,), seconds=seconds, microbatch=0, kernel=made))
+        )
         return node
 
     def start(self, x: fx.Node, seconds: float, channel: str = "a", level: str = "net") -> fx.Node:
         node = self._made(self.graph.call_function(ALL_REDUCE, (x, "sum", channel)), len(self.values))
-        self.stream.append(self._add(SimulatedTask("start", node, (0,), 0.0, 0)))
+        self.stream.append(self._add(SimulatedTask(kind="start", node=node, roles=(0,), seconds=0.0, microbatch=0)))
         self.pending.append((channel, self.stream[-1], seconds, level, None))
         return node
 
@@ -57,7 +59,7 @@ class Step:
         node = self.graph.call_function(WAIT, (start,))
         self.values[node] = self.values[start]
         node.meta.update(origin=Origin("forward"))
-        self.stream.append(self._add(SimulatedTask("wait", node, (0,), 0.0, 0)))
+        self.stream.append(self._add(SimulatedTask(kind="wait", node=node, roles=(0,), seconds=0.0, microbatch=0)))
         at = next(i for i, p in enumerate(self.pending) if self.tasks[p[1]].node is start)
         self.pending[at] = (*self.pending[at][:4], self.stream[-1])
         return node
@@ -66,7 +68,18 @@ class Step:
         channels: dict[str, list[int]] = {}
         for channel, start, seconds, level, wait in self.pending:
             usage, node = ((level, 1.0),), self.tasks[start].node
-            task = self._add(SimulatedTask("copy", node, (0,), seconds, 0, None, usage, "all_reduce"))
+            task = self._add(
+                SimulatedTask(
+                    kind="copy",
+                    node=node,
+                    roles=(0,),
+                    seconds=seconds,
+                    microbatch=0,
+                    kernel=None,
+                    usage=usage,
+                    op="all_reduce",
+                )
+            )
             self.needs[task].append(start)
             channels.setdefault(channel, []).append(task)
             if wait is not None:
@@ -76,7 +89,7 @@ class Step:
         self.graph.output(())
         role = RankGraph(self.graph, Mesh("a=2"), (), (), (), ())
         held = RoleTasks(role, Local(0, self.values, {}), (), tuple(self.stream))
-        tasks = Tasks(schedule, tuple(self.tasks), (held,), ("compute", *channels))
+        tasks = Tasks(schedule=schedule, tasks=tuple(self.tasks), roles=(held,), streams=("compute", *channels))
         times = times_of(tasks, lambda levels: 1.0)
         return exposure_of(tasks, times), tasks, times.seconds
 

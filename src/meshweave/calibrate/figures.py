@@ -24,7 +24,7 @@ _SAME_SIZE = 1.1  # ops of a kind have byte counts that differ by less than the 
 W = TypeVar("W", Matmul, Attention)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
     """Known facts of the machine: memory of a process in bytes, and how much of it is in use before any tensor is."""
 

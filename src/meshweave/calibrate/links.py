@@ -48,7 +48,7 @@ class MeasuredGroup:
     axes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLink:
     """`op` in groups of `group_size` takes `seconds` for a local input of `local_bytes`."""
 
@@ -215,7 +215,15 @@ def time_links(
         ]
     )
     return [
-        MeasuredLink(op, place.level, place.size, size, total, is_held_out, min(1.0, own / total))
+        MeasuredLink(
+            op=op,
+            level=place.level,
+            group_size=place.size,
+            local_bytes=size,
+            seconds=total,
+            is_held_out=is_held_out,
+            host=min(1.0, own / total),
+        )
         for (place, op, size, is_held_out, *_), total, own in zip(cases, seconds, host, strict=True)
     ]
 

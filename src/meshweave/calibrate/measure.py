@@ -41,7 +41,7 @@ _LEAST_POOL = 64 * _MIB  # has room for the operands of any matmul and attention
 _BESIDE_BYTES = (64 * _KIB, 4 * _MIB)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementPlan:
     """What is measured and how often. Sizes are bytes read and written (memory) or received (links)."""
 
@@ -60,48 +60,48 @@ class MeasurementPlan:
 
 
 FULL = MeasurementPlan(
-    Effort(11, 2.0),
-    Effort(11, 1.5),
-    (16, 64, 256, 768, 2048),
-    (32, 256, 1024),
-    4e9,
-    SHAPES,
-    ((1, 2, 64, 64), (4, 4, 64, 64), (2, 8, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64), (1, 4, 1024, 64),
+    ops=Effort(11, 2.0),
+    links=Effort(11, 1.5),
+    matmul_sizes=(16, 64, 256, 768, 2048),
+    other_sizes=(32, 256, 1024),
+    max_flops=4e9,
+    held_out_shapes=SHAPES,
+    attention=((1, 2, 64, 64), (4, 4, 64, 64), (2, 8, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64), (1, 4, 1024, 64),
      (2, 4, 128, 32), (2, 4, 128, 128), (1, 4, 512, 128)),
-    tuple(_KIB << i for i in (0, 3, 5, 7, 9, 10, 11, 12, 13, 14, 15, 16, 18)),
-    tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000, 96000)),
-    tuple(_KIB << i for i in (0, 2, 4, 6, 8, 10, 12, 14, 16)),
-    tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000)),
+    memory=tuple(_KIB << i for i in (0, 3, 5, 7, 9, 10, 11, 12, 13, 14, 15, 16, 18)),
+    held_out_memory=tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000, 96000)),
+    received=tuple(_KIB << i for i in (0, 2, 4, 6, 8, 10, 12, 14, 16)),
+    held_out_received=tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000)),
 )  # fmt: skip
 QUICK = MeasurementPlan(
-    Effort(7, 0.5),
-    Effort(9, 0.5),
-    (16, 96, 384, 1536),
-    (64, 512),
-    1.5e9,
-    SHAPES,
-    ((4, 4, 64, 64), (1, 8, 256, 64), (1, 4, 512, 64), (2, 4, 128, 128)),
-    tuple(_KIB << i for i in (0, 4, 7, 9, 11, 13, 15, 17)),
-    tuple(_KIB * n for n in (24, 1500, 24000)),
-    tuple(_KIB << i for i in (0, 5, 8, 11, 14)),
-    tuple(_KIB * n for n in (24, 1500)),
-    True,
+    ops=Effort(7, 0.5),
+    links=Effort(9, 0.5),
+    matmul_sizes=(16, 96, 384, 1536),
+    other_sizes=(64, 512),
+    max_flops=1.5e9,
+    held_out_shapes=SHAPES,
+    attention=((4, 4, 64, 64), (1, 8, 256, 64), (1, 4, 512, 64), (2, 4, 128, 128)),
+    memory=tuple(_KIB << i for i in (0, 4, 7, 9, 11, 13, 15, 17)),
+    held_out_memory=tuple(_KIB * n for n in (24, 1500, 24000)),
+    received=tuple(_KIB << i for i in (0, 5, 8, 11, 14)),
+    held_out_received=tuple(_KIB * n for n in (24, 1500)),
+    is_quick=True,
 )
 # What a job measures by default before its first step: float32, nothing held out, for a few seconds at most. For links,
 # the sizes between those dominated by start-up and those dominated by bytes.
 BRIEF = MeasurementPlan(
-    Effort(5, 0.06, most_seconds=4.0),
-    Effort(5, 0.12, host_rounds=1, most_seconds=4.0),
-    (16, 128, 512, 1024),
-    (64,),
-    1e9,
-    (),
-    ((4, 4, 64, 64), (1, 8, 256, 64)),
-    tuple(_KIB << i for i in (0, 6, 9, 11, 14)),
-    (),
-    tuple(_KIB << i for i in (0, 5, 9, 12)),
-    (),
-    True,
+    ops=Effort(5, 0.06, most_seconds=4.0),
+    links=Effort(5, 0.12, host_rounds=1, most_seconds=4.0),
+    matmul_sizes=(16, 128, 512, 1024),
+    other_sizes=(64,),
+    max_flops=1e9,
+    held_out_shapes=(),
+    attention=((4, 4, 64, 64), (1, 8, 256, 64)),
+    memory=tuple(_KIB << i for i in (0, 6, 9, 11, 14)),
+    held_out_memory=(),
+    received=tuple(_KIB << i for i in (0, 5, 9, 12)),
+    held_out_received=(),
+    is_quick=True,
 )
 _HELD_OUT_ATTENTION: tuple[Sizes, ...] = ((2, 4, 96, 64), (1, 4, 384, 64), (3, 4, 64, 48))
 
@@ -251,4 +251,12 @@ def _machine(
     backend = f" over {dist.get_backend()}" if dist.is_initialized() else ""
     count = f"{num_ranks} processes{backend}, {per_node} a node" if num_ranks > 1 else "1 process, no links"
     summary = f"{count}; {kind}; torch {torch.__version__}; {now} UTC"
-    return MachineFacts(name, now, summary.replace('"', "'"), command, per_node, memory, min(reserved, memory / 2))
+    return MachineFacts(
+        name=name,
+        version=now,
+        summary=summary.replace('"', "'"),
+        command=command,
+        devices_per_node=per_node,
+        memory_bytes=memory,
+        reserved_bytes=min(reserved, memory / 2),
+    )

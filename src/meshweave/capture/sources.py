@@ -31,7 +31,7 @@ _TEXT_BYTES = 1 << 20  # bytes of the standard library's sources: enough for a t
 _HASH = 2654435761  # Knuth's multiplicative hash, The Art of Computer Programming 6.4: 2**32 over the golden ratio
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """A model to train with its data. `make_batch(i)` returns batch i, the same at every call; `batch` is batch 0.
 
@@ -75,7 +75,13 @@ def _as_double(source: Source) -> Source:
     make = source.make_batch
     double = lambda i: _map_tensors(lambda t: t.double() if t.is_floating_point() else t, make(i))  # noqa: E731
     return Source(
-        source.name, source.model.double(), source.loss, double(0), double, source.tokens_per_batch, source.unit
+        name=source.name,
+        model=source.model.double(),
+        loss=source.loss,
+        batch=double(0),
+        make_batch=double,
+        tokens_per_batch=source.tokens_per_batch,
+        unit=source.unit,
     )
 
 
@@ -141,7 +147,7 @@ def _read(source: Any, text: str) -> Source:
     model, data, loss = source
     make = data if callable(data) else lambda index: data
     count, unit = _count(make(0))
-    return Source(text, model, loss, make(0), make, count, unit)
+    return Source(name=text, model=model, loss=loss, batch=make(0), make_batch=make, tokens_per_batch=count, unit=unit)
 
 
 def import_file(path: Path) -> ModuleType:
@@ -261,7 +267,15 @@ def _hugging_face(text: str, batch: int, seq: int, seed: int, device: str) -> So
         return task.make_batch(index, batch, seq, config, seed)
 
     count, unit = _count(make(0))
-    return Source(text, model.train(), lambda out, _: out.loss, make(0), make, count, unit)
+    return Source(
+        name=text,
+        model=model.train(),
+        loss=lambda out, _: out.loss,
+        batch=make(0),
+        make_batch=make,
+        tokens_per_batch=count,
+        unit=unit,
+    )
 
 
 def _transformers() -> Any:

@@ -53,7 +53,7 @@ class Bounds:
 EXACT = Bounds(1e-10, 1e-9, 1e-11)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorError:
     """The largest difference of a tensor between a run and its reference.
 
@@ -88,7 +88,7 @@ class TensorError:
         return {name: getattr(self, name) for name in self.__slots__} | {"ok": self.ok}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsReport:
     """The result of a check, the worst tensors first. `losses` are those of every run, by its name; `note` says what
     was compared in float64, or why nothing was."""
@@ -190,7 +190,9 @@ def check_numerics(
     ]
     losses = {name: r.losses for name, r in (("mesh", on_mesh), ("one device", single), ("eager", eager))}
     ordered = sorted(_worst_of_all_ranks(errors), key=lambda e: e.badness, reverse=True)
-    return NumericsReport(str(mesh), training.steps, bounds, losses, tuple(ordered), note)
+    return NumericsReport(
+        mesh=str(mesh), num_steps=training.steps, bounds=bounds, losses=losses, errors=tuple(ordered), note=note
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +268,20 @@ def _compare(
     scale."""
     for i, (a, b) in enumerate(zip(record.losses, expected.losses, strict=True)):
         error = abs(a - b) / abs(b or 1.0)
-        yield TensorError(run, reference, "loss", f"step {i + 1}", error, bounds.loss, (), a, b)
+        yield TensorError(
+            run=run,
+            reference=reference,
+            kind="loss",
+            name=f"step {i + 1}",
+            error=error,
+            bound=bounds.loss,
+            index=(),
+            got=a,
+            expected=b,
+        )
     floors = {} if rounding else _floors(expected)
     for kind, name in expected.tensors | record.tensors:
-        base = TensorError(run, reference, kind, name, 0.0, bounds.tensor)
+        base = TensorError(run=run, reference=reference, kind=kind, name=name, error=0.0, bound=bounds.tensor)
         got, want = record.tensors.get((kind, name)), expected.tensors.get((kind, name))
         if got is None or want is None:
             # PyTorch has no state for a parameter that never had a gradient; a captured step has zeros.

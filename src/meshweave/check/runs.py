@@ -42,7 +42,7 @@ class Trainee(Protocol):
 Compiler = Callable[[nn.Module, torch.optim.Optimizer, Mesh, Any], Trainee]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """What a step does besides the model, as in `meshweave.compile`. `split(batch)` returns the microbatches of a
     batch."""

@@ -48,7 +48,15 @@ def check(screen: Screen, job: CheckOptions) -> int:
         job_options, batch = (
             (replace(job, dtype="float64", param_dtype=None), widened(source.batch)) if is_wide else (job, source.batch)
         )
-        fresh = Source(source.name, model, source.loss, batch, source.make_batch, 0, "")
+        fresh = Source(
+            name=source.name,
+            model=model,
+            loss=source.loss,
+            batch=batch,
+            make_batch=source.make_batch,
+            tokens_per_batch=0,
+            unit="",
+        )
         program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
         backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on several
@@ -58,7 +66,15 @@ def check(screen: Screen, job: CheckOptions) -> int:
         return Batch.of(batch).micros(job.accumulate)
 
     autocast, cast = job.precision.autocast, job.precision.param_dtype
-    recipe = Recipe(source.loss, split, job.clip_grad_norm, autocast, job.seed, call_model, cast)
+    recipe = Recipe(
+        loss=source.loss,
+        split=split,
+        clip_grad_norm=job.clip_grad_norm,
+        autocast=autocast,
+        seed=job.seed,
+        forward=call_model,
+        param_dtype=cast,
+    )
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, job.make_optimizer(source.model, lr), stage)
         stage("prove")

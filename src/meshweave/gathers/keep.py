@@ -21,7 +21,7 @@ from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.traits import is_random
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeepReport:
     """What was kept: `num_kept` of `num_repeated` results of collectives that the graph computes again, `kept_bytes` of
     them. `peak_before` and `peak_bytes` are those of the graph's order, in bytes."""
@@ -65,7 +65,14 @@ def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, Ke
         repeat.later.replace_all_uses_with(repeat.earlier)
         erase_unused(own.graph, [repeat.later], partial(_stays, own))
     num_bytes = sum(repeat.num_bytes for repeat in kept)
-    report = KeepReport(len(kept), len(repeats), num_bytes, peak, max(levels), limit_bytes)
+    report = KeepReport(
+        num_kept=len(kept),
+        num_repeated=len(repeats),
+        kept_bytes=num_bytes,
+        peak_before=peak,
+        peak_bytes=max(levels),
+        limit_bytes=limit_bytes,
+    )
     return (own if kept else role), report
 
 

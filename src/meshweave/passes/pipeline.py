@@ -86,7 +86,7 @@ class Pipeline:
         return program.roles
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Optimized:
     """A program's roles, and earlier states of them: as expanded, and as the scheduler got them (the same if no ops
     were rewritten). `reports`: by name of a pass, its report for each role, if it ran; `variants`: the variants that
@@ -138,7 +138,7 @@ def optimize(
     except (NoOrderError, VerifyError):
         raise
     except MeshweaveError as error:
-        return Optimized(roles, roles, roles, name=f"{AS_IT_IS}: {error.what}")
+        return Optimized(roles=roles, expanded=roles, unscheduled=roles, name=f"{AS_IT_IS}: {error.what}")
 
 
 def _optimized(
@@ -155,7 +155,9 @@ def _optimized(
     program = MeshProgram(roles, placed, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
     chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
     written, done = chosen.written.roles, chosen.program.roles
-    optimized = Optimized(done, roles, written, chosen.reports, chosen.name, variants)
+    optimized = Optimized(
+        roles=done, expanded=roles, unscheduled=written, reports=chosen.reports, name=chosen.name, variants=variants
+    )
     if optimized.roles is not roles:
         prove(placed, optimized)
     return optimized

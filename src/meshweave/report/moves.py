@@ -15,7 +15,7 @@ from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRow:
     """A move. Bytes and seconds are per device, of the largest piece, under the profile of the plan."""
 

@@ -25,7 +25,7 @@ from meshweave.rings.rewrite import RingScheme, wait_of
 from meshweave.simulate.classify import work_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Seconds before and after.
 
@@ -244,8 +244,18 @@ def _estimate(
     losses: float,
     played: float,
 ) -> Estimate:
-    counts = len(steps), sum(step.has_message for step in steps)
-    return Estimate(compute, whole.seconds, whole.host, hidden, chunk, message.seconds, *counts, losses, played)
+    return Estimate(
+        compute=compute,
+        collective=whole.seconds,
+        host=whole.host,
+        hidden=hidden,
+        chunk=chunk,
+        message=message.seconds,
+        num_steps=len(steps),
+        num_messages=sum(step.has_message for step in steps),
+        losses=losses,
+        played=played,
+    )
 
 
 def _steps(ring: Ring, scheme: RingScheme) -> tuple[RingStep, ...]:

@@ -96,9 +96,8 @@ class _Role:
         more.setdefault("names", (node.name,))
         if kind != "compute":
             more["layout"] = node.meta.get("move", "")
-        begin = event.begin - self.zero
-        seconds = event.end - event.begin
-        return Span(0, node.name, op, kind, stream, self.index, begin, seconds, **more)  # type: ignore[arg-type]
+        more |= {"start": event.begin - self.zero, "seconds": event.end - event.begin}
+        return Span(index=0, name=node.name, op=op, kind=kind, stream=stream, role=self.index, **more)  # type: ignore[arg-type]
 
     def expose(self) -> None:
         """Mark exposed time: where the compute stream is idle while a communication that it then waits for is running,
@@ -251,15 +250,15 @@ def measured(
     moving = [span.stream for span in spans if span.kind != "compute"]
     mesh = roles[0].mesh
     return Simulation(
-        max(trace.ended for trace in traces) - zero,
-        tuple(spans),
-        tuple(results),
-        tuple(dict.fromkeys(sorted(computing) + moving)),
-        str(mesh) or "one device",
-        mesh.num_devices,
-        "this machine",
-        f"torch {torch.__version__}",
-        "measured",
+        seconds=max(trace.ended for trace in traces) - zero,
+        spans=tuple(spans),
+        roles=tuple(results),
+        streams=tuple(dict.fromkeys(sorted(computing) + moving)),
+        mesh=str(mesh) or "one device",
+        num_devices=mesh.num_devices,
+        profile="this machine",
+        profile_version=f"torch {torch.__version__}",
+        source="measured",
         tokens=tokens,
         flops=sum(span.flops for span in spans),
         notes=(f"recorded on device{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))}",),

@@ -45,7 +45,7 @@ class Change:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTrace:
     """A step on a device, from `began` to `ended`. `persistent_bytes` were in use before, `reserved_bytes` is the
     maximum that PyTorch's caching allocator reserved; 0 on CPU, which has none."""
@@ -245,7 +245,17 @@ class Recorder:
             events.sort(key=lambda event: (event.begin, event.end))
             changes, before = _changes(self._values[i], at, at(began))
             reserved = self.clock.reserved_bytes()
-            traces.append(DeviceTrace(device, at(began), at(ended), tuple(events), changes, before, reserved))
+            traces.append(
+                DeviceTrace(
+                    device=device,
+                    began=at(began),
+                    ended=at(ended),
+                    events=tuple(events),
+                    changes=changes,
+                    persistent_bytes=before,
+                    reserved_bytes=reserved,
+                )
+            )
         return traces
 
 

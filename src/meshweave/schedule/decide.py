@@ -125,18 +125,18 @@ def _report(choice: OrderChoice, search: OrderSearch, before: int, notes: tuple[
     problem, chosen, slowdown = search.merger.reading.problem, choice.chosen, search.slowdown
     as_given = play(problem, problem.order, slowdown)
     return OverlapReport(
-        as_given.seconds,
-        chosen.seconds[0],
-        exposed_of(as_given),
-        exposed_of(play(chosen.merged.problem, chosen.order, slowdown)),
-        bound_of(problem),
-        before,
-        chosen.peak,
-        int(search.cap),
-        choice.regret,
-        Deferred(lambda: collective_rows(search.merger, chosen, slowdown)),
-        Deferred(lambda: merge_rows(search, chosen)),
-        tuple(
+        seconds_before=as_given.seconds,
+        seconds=chosen.seconds[0],
+        exposed_before=exposed_of(as_given),
+        exposed_seconds=exposed_of(play(chosen.merged.problem, chosen.order, slowdown)),
+        bound_seconds=bound_of(problem),
+        peak_before=before,
+        peak_bytes=chosen.peak,
+        cap_bytes=int(search.cap),
+        regret=choice.regret,
+        collectives=Deferred(lambda: collective_rows(search.merger, chosen, slowdown)),
+        merges=Deferred(lambda: merge_rows(search, chosen)),
+        candidates=tuple(
             CandidateRow(
                 c.name,
                 tuple((s.name, seconds) for s, seconds in zip(SCENARIOS, c.seconds, strict=True)),
@@ -145,7 +145,7 @@ def _report(choice: OrderChoice, search: OrderSearch, before: int, notes: tuple[
             )
             for c in choice.candidates
         ),
-        notes,
+        notes=notes,
     )
 
 

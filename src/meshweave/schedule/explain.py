@@ -53,14 +53,14 @@ def collective_rows(merger: Merger, chosen: OrderCandidate, slowdown: Slowdown |
         since, exposed = stalls.get(c, (0.0, 0.0))
         rows.append(
             CollectiveRow(
-                problem.names[c],
-                op_name(reading.nodes[starts[0]].target).rpartition(".")[2],
-                problem.channels[problem.channel[c]],
-                sum(merger.costs.moved[s] for s in starts),
-                played.end[c] - played.begin[c],
-                exposed,
-                tuple(beside),
-                _reason(chosen, played, c, since, place, users) if exposed else "",
+                name=problem.names[c],
+                op=op_name(reading.nodes[starts[0]].target).rpartition(".")[2],
+                group=problem.channels[problem.channel[c]],
+                bytes=sum(merger.costs.moved[s] for s in starts),
+                seconds=played.end[c] - played.begin[c],
+                exposed_seconds=exposed,
+                hidden_by=tuple(beside),
+                reason=_reason(chosen, played, c, since, place, users) if exposed else "",
             )
         )
     return tuple(rows)

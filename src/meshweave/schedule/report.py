@@ -45,7 +45,7 @@ class Deferred(Sequence[Any]):
         return tuple, (self.rows(),)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
     """A collective of the result. `hidden_by` are the kernels that run beside it, the longest first, with the seconds
     that they hide; `exposed_seconds` is the time in which the compute stream waits for it, and `reason` says why."""
@@ -80,7 +80,7 @@ class CandidateRow:
     is_chosen: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapReport:
     """Seconds and bytes of a graph before and after, under the nominal costs. `bound_seconds` is a lower bound for all
     orders, merged or not. Exposed is the time in which communication runs and the compute stream is idle."""

@@ -17,7 +17,7 @@ _LOOK_AHEAD = 64  # kernels after a wait that are searched for independent work
 _TICK = 1e-9  # seconds below which two times are equal
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
     """Per copy its exposed seconds and reasons; per role compute, communication, exposed and idle seconds."""
 
@@ -79,7 +79,14 @@ class _Analysis:
             total.append(shown)
             idle.append(max(0.0, self.times.seconds - busy - shown))
         reasons = {c: tuple(reasons_of) for c, reasons_of in self.reasons.items()}
-        return Exposure(self.exposed, reasons, tuple(compute), tuple(communication), tuple(total), tuple(idle))
+        return Exposure(
+            exposed=self.exposed,
+            reasons=reasons,
+            compute=tuple(compute),
+            communication=tuple(communication),
+            total=tuple(total),
+            idle=tuple(idle),
+        )
 
     def gaps(self, role: RoleTasks) -> Iterator[_Gap]:
         last = 0.0

@@ -26,7 +26,7 @@ class Reason:
     blocker: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """A task that ran: a kernel (an op or a fused chain) of a role's compute stream, or a communication of a channel.
 
@@ -73,7 +73,7 @@ class LiveTensor:
     line: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleResult:
     """A role: its devices, memory and time. `memory` is (seconds, bytes) at every change, in order of time."""
 
@@ -91,7 +91,7 @@ class RoleResult:
     memory: tuple[tuple[float, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """A step on a machine. `source` is "modelled" or "measured"; `profile` and `profile_version` name its costs.
     `flops` are those of the model's mathematics per step of the whole program (recomputation not counted), `mfu` is

@@ -25,7 +25,7 @@ from meshweave.simulate.tasks import RoleTasks, Tasks, items_by_part, lower_task
 _FUSION: dict[str, Fusion] = {"pointwise": "compiled", "none": "ops"}  # the default fusion of a profile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
     """How a step is simulated.
 
@@ -113,18 +113,18 @@ def _result(
     spans = _spans(tasks, times, exposure)
     roles = tuple(
         RoleResult(
-            i,
-            role.role.devices,
-            exposure.compute[i],
-            exposure.communication[i],
-            exposure.total[i],
-            exposure.idle[i],
-            memory.peak_bytes,
-            memory.peak_at,
-            memory.reserved_bytes,
-            memory.persistent_bytes,
-            memory.at_peak,
-            memory.curve,
+            index=i,
+            devices=role.role.devices,
+            compute_seconds=exposure.compute[i],
+            communication_seconds=exposure.communication[i],
+            exposed_seconds=exposure.total[i],
+            idle_seconds=exposure.idle[i],
+            peak_bytes=memory.peak_bytes,
+            peak_at=memory.peak_at,
+            reserved_bytes=memory.reserved_bytes,
+            persistent_bytes=memory.persistent_bytes,
+            at_peak=memory.at_peak,
+            memory=memory.curve,
         )
         for i, (role, memory) in enumerate(zip(tasks.roles, memories, strict=True))
     )
@@ -132,23 +132,23 @@ def _result(
     dtype = _matmul_dtype(tasks)
     peak_rate = profile.peak_flops(dtype) if dtype is not None else None
     return Simulation(
-        times.seconds,
-        spans,
-        roles,
-        tasks.streams,
-        str(mesh) or "one device",
-        mesh.num_devices,
-        profile.name,
-        profile.version,
-        "modelled",
-        options.title,
-        options.tokens,
-        flops,
-        flops / (times.seconds * mesh.num_devices * peak_rate) if peak_rate and times.seconds else None,
-        str(dtype).removeprefix("torch.") if dtype is not None else "",
-        int(profile.usable_bytes),
-        _verdict(roles, profile),
-        (*_notes(options, fusion, len(roles)), *_unknown_ops(tasks), *_fragments(roles, profile)),
+        seconds=times.seconds,
+        spans=spans,
+        roles=roles,
+        streams=tasks.streams,
+        mesh=str(mesh) or "one device",
+        num_devices=mesh.num_devices,
+        profile=profile.name,
+        profile_version=profile.version,
+        source="modelled",
+        title=options.title,
+        tokens=options.tokens,
+        flops=flops,
+        mfu=flops / (times.seconds * mesh.num_devices * peak_rate) if peak_rate and times.seconds else None,
+        mfu_dtype=str(dtype).removeprefix("torch.") if dtype is not None else "",
+        memory_bytes=int(profile.usable_bytes),
+        verdict=_verdict(roles, profile),
+        notes=(*_notes(options, fusion, len(roles)), *_unknown_ops(tasks), *_fragments(roles, profile)),
     )
 
 
@@ -168,29 +168,29 @@ def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
         kind = "transfer" if task.op in ("transfer", "permute") else kind
         spans.append(
             Span(
-                i,
-                task.node.name,
-                _op_text(tasks, task_index),
-                kind,  # type: ignore[arg-type]
-                tasks.streams[tasks.schedule.stream_of[task_index]],
-                task.roles[0],
-                times.starts[task_index],
-                times.ends[task_index] - times.starts[task_index],
-                origin.phase,
-                origin.module,
-                origin.source,
-                task.flops,
-                task.received if task.kernel is None else float(sum(work.bytes for work in task.kernel.works)),
-                task.node.meta.get("move", "") if task.kind == "copy" else "",
-                task.group,
-                task.microbatch,
-                exposure.exposed.get(task_index, 0.0),
-                tuple(
+                index=i,
+                name=task.node.name,
+                op=_op_text(tasks, task_index),
+                kind=kind,  # type: ignore[arg-type]
+                stream=tasks.streams[tasks.schedule.stream_of[task_index]],
+                role=task.roles[0],
+                start=times.starts[task_index],
+                seconds=times.ends[task_index] - times.starts[task_index],
+                phase=origin.phase,
+                module=origin.module,
+                line=origin.source,
+                flops=task.flops,
+                bytes=task.received if task.kernel is None else float(sum(work.bytes for work in task.kernel.works)),
+                layout=task.node.meta.get("move", "") if task.kind == "copy" else "",
+                group=task.group,
+                microbatch=task.microbatch,
+                exposed_seconds=exposure.exposed.get(task_index, 0.0),
+                reasons=tuple(
                     type(r)(r.kind, r.seconds, r.text, number.get(r.blocker, -1))
                     for r in exposure.reasons.get(task_index, ())
                 ),
-                needs,
-                names,
+                needs=needs,
+                names=names,
             )
         )
     return tuple(spans)

@@ -32,7 +32,7 @@ from meshweave.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipe
 Starts = dict[int, int]  # role -> its start, as a task
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTask:
     """A task of a stream. `seconds` is its duration on an otherwise idle machine, `usage` the share of each link level
     that it then takes. A start or a wait marks where a communication is in the order of its role; it takes no time if
@@ -72,7 +72,7 @@ class RoleTasks:
         return frozenset(x.storage for n in nodes for x in self.local.values[n])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
     """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
     and waits of collectives that share a flat buffer, bucket by bucket. `has_root_group`: everything outside of blocks
@@ -122,7 +122,14 @@ class _TaskLowering:
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
         is_root = self.buckets == "blocks+root"
-        return Tasks(schedule, tuple(self.tasks), roles, tuple(names), tuple(self.flat), is_root)
+        return Tasks(
+            schedule=schedule,
+            tasks=tuple(self.tasks),
+            roles=roles,
+            streams=tuple(names),
+            flat=tuple(self.flat),
+            has_root_group=is_root,
+        )
 
     def add(self, task: SimulatedTask) -> int:
         self.tasks.append(task)
@@ -139,7 +146,11 @@ class _TaskLowering:
                 numbers.append(self.add(self.kernel(number, item, microbatch)))
                 continue
             kind: Any = "wait" if item.target is WAIT else "start"
-            task = self.add(SimulatedTask(kind, item, (number,), self.profile.empty_op_s, microbatch))
+            task = self.add(
+                SimulatedTask(
+                    kind=kind, node=item, roles=(number,), seconds=self.profile.empty_op_s, microbatch=microbatch
+                )
+            )
             numbers.append(task)
             if kind == "start":
                 begun[item, microbatch] = task
@@ -173,7 +184,15 @@ class _TaskLowering:
         works = tuple(self.narrow[number].works(kernel, microbatch)) if self.narrow else kernel.works
         seconds = sum(self.profile.compute_seconds(work) for work in works)
         flops = sum(work.flops for work in works if not isinstance(work, MemoryWork))
-        return SimulatedTask("kernel", kernel.node, (number,), seconds, microbatch, kernel, flops=flops)
+        return SimulatedTask(
+            kind="kernel",
+            node=kernel.node,
+            roles=(number,),
+            seconds=seconds,
+            microbatch=microbatch,
+            kernel=kernel,
+            flops=flops,
+        )
 
     def enter(self, number: int, node: fx.Node, task: int) -> None:
         """Match a start with those of the other roles in the same communication: the k-th of each on a channel."""
@@ -311,7 +330,18 @@ class _TaskLowering:
         usage = self.profile.usage(row.cost_name, mesh, axes) if seconds else ()
         received = self.profile.bytes_received(row.cost_name, count, row.cost_bytes(node, count, size))
         microbatch = starts[0].microbatch
-        return SimulatedTask("copy", node, tuple(roles), seconds, microbatch, None, usage, row.name, group, received)
+        return SimulatedTask(
+            kind="copy",
+            node=node,
+            roles=tuple(roles),
+            seconds=seconds,
+            microbatch=microbatch,
+            kernel=None,
+            usage=usage,
+            op=row.name,
+            group=group,
+            received=received,
+        )
 
     def transferred(self, key: str, roles: Sequence[int], start: SimulatedTask) -> SimulatedTask:
         """A receiver and a sender represent all: the first devices of the meshes that have anything to move."""
@@ -333,16 +363,16 @@ class _TaskLowering:
                 best, usage = seconds, self.profile.transfer_usage(*ends[0])
         received = max((float(routes.bytes_received(d, item)) for d in channel.target.mesh.devices[:64]), default=0.0)
         return SimulatedTask(
-            "copy",
-            start.node,
-            tuple(roles),
-            best,
-            start.microbatch,
-            None,
-            usage,
-            "permute" if channel.axes else "transfer",
-            ",".join(channel.axes),
-            received,
+            kind="copy",
+            node=start.node,
+            roles=tuple(roles),
+            seconds=best,
+            microbatch=start.microbatch,
+            kernel=None,
+            usage=usage,
+            op="permute" if channel.axes else "transfer",
+            group=",".join(channel.axes),
+            received=received,
         )
 
 

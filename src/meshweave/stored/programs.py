@@ -202,8 +202,16 @@ def planned_of(form: Mapping[str, Any], inputs: PlanInputs) -> Planned:
     reports, name, variants = decoder.value(form["outcome"])
     mesh, stored, used, homes, *rest = decoder.value(form["placement"])
     placement = Placement(mesh, stored, used, dict(zip(captured.graph.nodes, homes, strict=True)), *rest)
-    optimized = Optimized(done, expanded, unscheduled, reports, name, variants)
-    return Planned(captured, placed, optimized, placement, str(form["accumulation"]))
+    optimized = Optimized(
+        roles=done, expanded=expanded, unscheduled=unscheduled, reports=reports, name=name, variants=variants
+    )
+    return Planned(
+        captured=captured,
+        placed=placed,
+        optimized=optimized,
+        placement=placement,
+        accumulation=str(form["accumulation"]),
+    )
 
 
 def _verified(role: RankGraph) -> RankGraph:
