@@ -7,9 +7,8 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import pytest
 import typer
@@ -17,7 +16,7 @@ from typer.testing import CliRunner
 
 import meshweave
 from meshweave.cli import app
-from meshweave.cli.command import Options, add_command
+from meshweave.cli.command import Options, add_command, argument, option
 from meshweave.errors import PlanError
 from meshweave.ir.mesh import Mesh
 from meshweave.sharding.plan_text import data_parallel_size, parse_plan
@@ -319,9 +318,9 @@ def test_the_batch_is_per_data_parallel_device():
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting(Options):
-    name: Annotated[str, typer.Argument(metavar="NAME")]
-    times: Annotated[int, typer.Option("--times", min=1, help="how often")] = 1
-    also: Annotated[list[str], typer.Option("--also", help="others")] = field(default_factory=list)
+    name: str = argument("NAME", "who")
+    times: int = option(1, "how often", min=1)
+    also: list[str] = option(list, "others")
 
 
 def test_a_field_of_the_options_is_all_that_an_option_takes():
