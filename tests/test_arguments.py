@@ -150,7 +150,7 @@ def test_ep_is_expert_parallelism_where_there_are_experts() -> None:
     assert [float(step(batch())) for _ in range(2)] == pytest.approx(
         [alone(batch()).item() for _ in range(2)], rel=1e-6
     )
-    stored = {layout for item, layout, _ in step.session.pieces("param") if item.name == "experts.up"}
+    stored = {layout for item, layout in step.session.state.items if item.name == "experts.up"}
     assert [str(layout) for layout in stored] == ["[{ep}, {}, {}]"]
     assert batch_axes(mw.Mesh("dp=2,ep=2"), None) == ("dp", "ep")
 

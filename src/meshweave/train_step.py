@@ -21,18 +21,17 @@ from meshweave.capture.optimizer_several import parts_of
 from meshweave.capture.optimizer_steps import StepNumbers
 from meshweave.capture.optimizers import initial_state, resting_state
 from meshweave.capture.step import Part
-from meshweave.errors import LayoutError, OutdatedUpdate
+from meshweave.errors import OutdatedUpdate
 from meshweave.interop.accelerate import refuse_accumulation
 from meshweave.interop.optimizer import mark_stepped
-from meshweave.ir.graph import Input, tokens_of
-from meshweave.ir.layout import Layout
+from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.initialize import materialize
 from meshweave.runtime.optimizer_state import OptimizerState
 from meshweave.runtime.session import Session, SessionSettings
 from meshweave.runtime.state import State
-from meshweave.runtime.weight_files import WeightFiles, write_weights
+from meshweave.runtime.weight_files import WeightFiles
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
 from meshweave.variants import Build, Variant, Variants, evaluating, rows_check
@@ -287,7 +286,7 @@ class TrainStep:
 
     def parameters(self, *, sharded: bool = False) -> dict[str, Tensor]:
         """Parameters by name: full tensors, or on a cluster DTensors of this rank's pieces."""
-        return self._sharded("param") if sharded else self.session.full("param")
+        return self.session.sharded("param") if sharded else self.session.full("param")
 
     def buffers(self) -> dict[str, Tensor]:
         """Full buffers by name."""
@@ -301,15 +300,6 @@ class TrainStep:
         """Full gradients of the last step by name; needs `RunOptions(keep_gradients=True)`."""
         return self._last.session.gradients()
 
-    def _sharded(self, kind: str) -> dict[str, Tensor]:
-        if not self.session.world.is_distributed:
-            raise LayoutError(
-                "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
-            )
-        from meshweave.runtime.dtensor import dtensors_from_pieces  # takes long to import, and few programs do
-
-        return dict(dtensors_from_pieces(self.session.pieces(kind), self.session.world.device.type))
-
     def save(self, path: str) -> None:
         """Write a torch.distributed.checkpoint. After a crash during the write `path` has its previous contents."""
         with self.session.world.call("save"):
@@ -322,23 +312,7 @@ class TrainStep:
         has at most a single whole tensor at a time, the first rank, which writes, those of a file.
         """
         with self.session.world.call("save_pretrained"):
-            is_first = self.session.world.devices[0] == self.session.world.mesh.devices[0]
-            self.session.bindings.take_over(self.session.state)
-            kept = {i.name: (i, at) for i, at in self.session.state.items if i.kind != "state"}
-            wanted = [kept[name] for name in self.model.state_dict() if name in kept]
-            specs = {item.name: item.spec for item, _ in wanted}
-            write_weights(Path(folder), specs, self._whole(wanted), max_file_bytes, is_first)
-            if is_first:
-                for part in ("config", "generation_config"):
-                    save = getattr(getattr(self.model, part, None), "save_pretrained", None)
-                    if save is not None:
-                        save(folder)
-
-    def _whole(self, wanted: Sequence[tuple[Input, Layout]]) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters and buffers, each assembled when it is read. All processes read all of them."""
-        state, world = self.session.state, self.session.world
-        for item, layout in wanted:
-            yield item.name, world.assemble(item.spec, layout, state.pieces[item.kind, item.name])
+            self.session.save_pretrained(Path(folder), self.model, max_file_bytes)
 
     def async_save(self, path: str) -> Future[None]:
         """`save` as `torch.distributed.checkpoint.async_save` does it: copies the state to CPU memory and returns; a

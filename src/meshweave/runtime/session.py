@@ -11,15 +11,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshweave.errors import PlanError, StepError
-from meshweave.ir.graph import Input, Spec
-from meshweave.ir.layout import Layout
+from meshweave.errors import LayoutError, PlanError, StepError
+from meshweave.ir.graph import Spec
 from meshweave.ir.rank import RankGraph
 from meshweave.regions.compiler import BackendName, RegionCompiler, checked_backend
 from meshweave.runtime.allocator import compacted
@@ -37,6 +37,7 @@ from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.update import Replacements, Update, outputs, pieces_by_name, scalar
 from meshweave.runtime.watch import POLL
+from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
 from meshweave.runtime.world import World
 from meshweave.simulate.result import Simulation
@@ -527,13 +528,35 @@ class Session:
             raise StepError("there are no gradients before the first step", hint="take a step first: step(batch)")
         return self.full("grad", self._gradients)
 
-    def pieces(self, kind: str) -> Iterator[tuple[Input, Layout, list[Tensor]]]:
-        """Input, layout and local pieces of every value of a kind."""
-        for item, layout in self.state.items:
-            if item.kind == kind:
-                yield item, layout, self.state.pieces[kind, item.name]
+    def sharded(self, kind: str) -> dict[str, Tensor]:
+        """Values of a kind by name, as DTensors of this rank's pieces. LayoutError on virtual devices."""
+        if not self.world.is_distributed:
+            raise LayoutError(
+                "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
+            )
+        from meshweave.runtime.dtensor import dtensors_from_pieces  # takes long to import, and few programs do
+
+        values = ((i, at, self.state.pieces[kind, i.name]) for i, at in self.state.items if i.kind == kind)
+        return dict(dtensors_from_pieces(values, self.world.device.type))
 
     # checkpoints
+
+    def save_pretrained(self, folder: Path, model: nn.Module, max_file_bytes: int) -> None:
+        """Write parameters and persistent buffers as safetensors files, and the model's own configuration. All
+        processes assemble the tensors, each when it is read; the first one writes."""
+        is_first = self.world.devices[0] == self.world.mesh.devices[0]
+        self.bindings.take_over(self.state)
+        kept = {item.name: (item, at) for item, at in self.state.items if item.kind != "state"}
+        wanted = [kept[name] for name in model.state_dict() if name in kept]
+        values = (
+            (item.name, self.world.assemble(item.spec, at, self.state.pieces[item.kind, item.name]))
+            for item, at in wanted
+        )
+        write_weights(folder, {item.name: item.spec for item, _ in wanted}, values, max_file_bytes, is_first)
+        for part in ("config", "generation_config") if is_first else ():
+            save = getattr(getattr(model, part, None), "save_pretrained", None)
+            if save is not None:
+                save(str(folder))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state as a torch.distributed.checkpoint that any other mesh may load."""
