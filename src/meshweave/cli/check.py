@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from meshweave.capture.batch import Batch, call_model
-from meshweave.capture.sources import Source
 from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, check_numerics
 from meshweave.check.runs import CHECK_STEPS, Recipe, Training, widened
 from meshweave.cli.command import option
@@ -48,15 +47,7 @@ def check(screen: Screen, job: CheckOptions) -> int:
         job_options, batch = (
             (replace(job, dtype="float64", param_dtype=None), widened(source.batch)) if is_wide else (job, source.batch)
         )
-        fresh = Source(
-            name=source.name,
-            model=model,
-            loss=source.loss,
-            batch=batch,
-            make_batch=source.make_batch,
-            tokens_per_batch=0,
-            unit="",
-        )
+        fresh = replace(source, model=model, batch=batch)
         program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
         backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on several
