@@ -14,6 +14,7 @@ ROOMS = (
     "search",
     "interop",
     "ir",
+    "replay",
     "hardware",
     "engine",
     "simulate",

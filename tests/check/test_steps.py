@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from tests.check.mutants import split
 from tests.steps import MESHES, Chain, program
 from torch import fx
 
-from meshweave.check.communication import check_messages
 from meshweave.check.completeness import check_complete
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops
@@ -20,8 +19,9 @@ from meshweave.ir.collectives import functional, transfer
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph, Transfer, member_pieces
-from meshweave.ir.routes import Message, Routes, routes_within
+from meshweave.ir.routes import Message
 from meshweave.movement.steps import Kind, Step
+from meshweave.replay.communication import check_messages
 
 F32 = torch.float32
 Made = tuple[StepGraph, tuple[RankGraph, ...]]
@@ -176,14 +176,10 @@ def test_a_permute_that_changes_what_is_pending() -> None:
         assert "cannot be exchanged" in changed(turned(), target=target)
 
 
-class _Crossed(Transfer):
-    """A permute in which two messages of different groups come from each other's senders."""
-
-    @property
-    def routes(self) -> Routes:
-        right = routes_within(self.source, self.target, self.spec.shape, self.axes).messages
-        turn = {a: b for group in self.source.mesh.groups(("c",)) for a, b in (group, group[::-1])}
-        return Routes(tuple(Message(turn[m.sender], m.receiver, m.box) for m in right))
+def _crossed(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Two messages of different groups come from each other's senders."""
+    turn = {a: b for group in MESHES["2x2x2"].groups(("c",)) for a, b in (group, group[::-1])}
+    return tuple(Message(turn[m.sender], m.receiver, m.box) for m in messages)
 
 
 def test_a_message_from_another_group() -> None:
@@ -192,9 +188,12 @@ def test_a_message_from_another_group() -> None:
         Layout.parse(f"[{{{x}}}, {{{y}}}, {{}}] partial(sum: c)", MESHES["2x2x2"]) for x, y in ("ab", "ba")
     )
     spec = Spec((4, 4, 2), F32)
-    assert check_messages(Transfer(source, target, spec, ("a", "b"))) == 8
+    axes = ("a", "b")
+    messages = Transfer(source, target, spec, axes).routes.messages
+    assert len(messages) == 8
+    check_messages(source, target, spec.shape, axes, messages)
     with pytest.raises(VerifyError, match="a message leaves its group"):
-        check_messages(_Crossed(source, target, spec, ("a", "b")))
+        check_messages(source, target, spec.shape, axes, _crossed(messages))
 
 
 def test_a_permute_that_one_role_leaves_out() -> None:

@@ -15,7 +15,7 @@ from meshweave.ir.collectives import OURS, RECEIVED, TABLE, TRANSFER, Collective
 
 PACKAGE = Path(meshweave.errors.__file__).parent
 # The table; the proof, whose semantics are its own; the two faults of torch and Gloo that interop mends.
-SPELLED_IN = {"ir/collectives.py", "check/communication.py", "interop/gloo.py"}
+SPELLED_IN = {"ir/collectives.py", "replay/communication.py", "interop/gloo.py"}
 ROWS = [row for row in OURS if row is not TRANSFER]
 GROUP = 3
 READERS = torch.ones((GROUP, 6), dtype=torch.bool)

@@ -15,17 +15,17 @@ from typing import Any
 from torch import fx
 
 from meshweave.buckets.unmerge import unmerge_buckets
-from meshweave.check.communication import EXCHANGES, SPARSE, apart, check_messages, group_ids, groups_among, together
-from meshweave.check.holdings import Holding, pending_of
 from meshweave.check.numbers import concatenated
 from meshweave.check.role_replay import Known, ReplayedValue, RoleReplay, first_layout
-from meshweave.errors import VerifyError
+from meshweave.errors import LayoutError, VerifyError
 from meshweave.gathers.carry import remove_carries
 from meshweave.ir import ops
 from meshweave.ir.collectives import STARTS, transfer
 from meshweave.ir.graph import StepGraph, op_name, origin_of, output_node, spec_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.sparse import sparse_scatter
+from meshweave.replay.communication import EXCHANGES, SPARSE, apart, check_messages, group_ids, groups_among, together
+from meshweave.replay.holdings import Holding, pending_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +243,17 @@ def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.N
     root = next(v.root for v in values if v is not None)
     if spec_of(root) != plan.spec:
         raise VerifyError("the transfer has another shape", got=str(plan.spec), expected=str(spec_of(root)))
-    known.once(("messages", plan), lambda: check_messages(plan))
+    known.once(("messages", plan), lambda: _check_messages(plan))
     by_role = [r.in_layout(root, plan.target) if plan.target.mesh.covers(r.devices) else None for r in roles]
     return [None if v is None else _owing(v, min(owed)) for v in by_role]
+
+
+def _check_messages(plan: Transfer) -> None:
+    try:
+        messages = plan.routes.messages
+    except LayoutError as error:
+        raise VerifyError(error.what, where=error.where, got=error.got, expected=error.expected) from error
+    check_messages(plan.source, plan.target, plan.spec.shape, plan.axes, messages)
 
 
 def _owing(value: ReplayedValue, owed: float) -> ReplayedValue:

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import fx
 
-from meshweave.check.communication import group_ids
-from meshweave.check.holdings import boxes
 from meshweave.errors import VerifyError
 from meshweave.ir import ops
 from meshweave.ir.blocks import num_blocks_of
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
 from meshweave.ir.layout import WHOLE, DimSharding, Layout
+from meshweave.replay.communication import group_ids
+from meshweave.replay.holdings import boxes
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave

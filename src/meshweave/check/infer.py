@@ -26,9 +26,10 @@ def infer(
     results: Sequence[Spec],
     placed_results: Sequence[Layout | None] = (),
 ) -> tuple[Layout, ...]:
-    """Layouts of the results. Raises VerifyError (without a location) if the operands do not fit together. `made` has
-    the cuts of results along factors that no operand has, for ops that compute any piece on demand; the caller checks
-    that the op is called for these pieces.
+    """Layouts of the results. Raises VerifyError (without a location) if the operands do not fit together.
+
+    Factors that no operand has are cut as in `placed_results`, which also say who owns rows that an op hands out: such
+    ops compute any piece on demand, and the caller checks that they are called for these pieces.
     """
     if elsewhere := [layout for _, layout in operands if layout.mesh != mesh]:
         raise VerifyError(
@@ -66,7 +67,8 @@ def _owners(rule: Rule, cuts: Cuts, layouts: Sequence[Layout], placed_results: S
     """The axes along which devices own rows, in the form of `Rule.owned`, each with its function in this op. Axes that
     distribute the experts of the op cut them: that is recorded in `cuts`."""
     owners: dict[str, tuple[str, int, str]] = {}
-    placed = [layout for layout in placed_results if layout is not None]
+    hands_out = rule.keyed is not None and min(rule.keyed.positions) >= len(rule.operands)
+    placed = [layout for layout in placed_results if layout is not None] if hands_out else []
     tensors = [*zip(rule.operands, layouts, strict=True), *zip(rule.results, placed, strict=False)]
     for dims, layout in tensors:
         for axis, dim, key in layout.owned:

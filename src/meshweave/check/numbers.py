@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from meshweave.check.holdings import coordinates
 from meshweave.errors import VerifyError
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, axis_index, linear, member_pieces, qualified, ring_index
+from meshweave.replay.holdings import coordinates
 
 
 class Numbers:

@@ -11,9 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.check.calls import OPERAND, Context, LocalCall
 from meshweave.check.dispatch import check_dispatch, is_sparse, sparse_source
-from meshweave.check.holdings import (
+from meshweave.check.infer import Placed, infer
+from meshweave.check.numbers import Numbers
+from meshweave.errors import VerifyError
+from meshweave.expand.emit import Emitter
+from meshweave.expand.localize import LOCALIZERS
+from meshweave.ir import local_ops, ops
+from meshweave.ir.collectives import STARTS, WAIT
+from meshweave.ir.graph import StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
+from meshweave.ir.layout import Layout
+from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.replay.holdings import (
     Holding,
     check_is,
     deal_blocks,
@@ -24,15 +33,6 @@ from meshweave.check.holdings import (
     pad,
     scaled,
 )
-from meshweave.check.infer import Placed, infer
-from meshweave.check.local_calls import MAKERS, check_call
-from meshweave.check.numbers import Numbers
-from meshweave.errors import VerifyError
-from meshweave.ir import local_ops, ops
-from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
-from meshweave.ir.layout import Layout
-from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.sharding.registry import result_specs, row_for
 
 aten = torch.ops.aten
@@ -103,7 +103,7 @@ class Known:
         if op not in self._texts:
             self._texts[op] = str(map_nodes(op, lambda n: None))
         specs, placed = tuple(spec_of(n) for n in tensor_inputs(op)), op.meta["layout"]
-        placed_results = (placed,) if op.target in MAKERS else ()
+        placed_results = placed if isinstance(placed, tuple) else (placed,)
         named = op.meta.get("key")
         key = (op.target, self._texts[op], specs, str(op.meta["spec"]), tuple(layouts), placed_results, named)
         if key not in self._inferred:
@@ -124,11 +124,15 @@ class RoleReplay:
     at: fx.Node | None = None
     ran: set[fx.Node] = field(default_factory=set)
     numbers: Numbers = field(init=False)
+    _emit: Emitter = field(init=False)
+    _any: fx.Node = field(init=False)  # any operand of a call that is written to be compared
     _nodes: Iterator[fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
         self.devices = tuple(self.rank.devices)
         self.numbers, self._nodes = Numbers(self.rank), iter(self.rank.graph.nodes)
+        self._emit = Emitter(self.rank.meshes)
+        self._any = self._emit.graph.placeholder("operand")
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.devices[:4])) + (", ..." if len(self.devices) > 4 else "")
@@ -267,13 +271,27 @@ class RoleReplay:
             assert value.layout is not None, "operand() gives values in layouts"
             operands.append((spec_of(value.root), value.layout))
         layouts = self.known.inferred(op, [layout for _, layout in operands])
-        results = tuple(zip(result_specs(op), layouts, strict=True))
-        args, kwargs = map_nodes(node, lambda n: self.numbers.values[n] if n.target in SYMBOLS else OPERAND)
-        check_call(Context(op, tuple(operands), results, self.devices), LocalCall(node.target, args, kwargs))
+        self._check_call(node, op, [layout for _, layout in operands])
         if not isinstance(op.meta["spec"], tuple):
             return self.in_layout(op, layouts[0])
         rest = iter(layouts)
         return Several(op, tuple(next(rest) if s is not None else None for s in op.meta["spec"]))
+
+    def _check_call(self, node: fx.Node, op: fx.Node, layouts: Sequence[Layout]) -> None:
+        """Raise VerifyError unless the node is the call that the expansion writes for the placed op. That this call
+        computes the op's pieces is not proven here, but by the tests of every op."""
+        localize, wanted = row_for(op).localize, [n.meta["layout"] for n in tensor_inputs(op)]
+        if localize and wanted != list(layouts):
+            got, expected = (", ".join(map(str, those)) for those in (layouts, wanted))
+            raise VerifyError("is called for operands in other layouts", got=got, expected=expected)
+        args, kwargs = map_nodes(op, lambda n: self._any)
+        expected_call = LOCALIZERS[localize](self._emit, op, [self._any] * len(wanted), args, kwargs)
+        if node.target is not expected_call.target:
+            got, expected = op_name(node.target), op_name(expected_call.target)
+            raise VerifyError("another op runs", got=got, expected=f"{expected} for these layouts")
+        if _form(node) != _form(expected_call):
+            got, expected = _call_text(node), _call_text(expected_call)
+            raise VerifyError("the op runs with other arguments", got=got, expected=expected)
 
     def _item(self, node: fx.Node, op: fx.Node) -> ReplayedValue:
         local, index = node.args
@@ -351,6 +369,29 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), operands.append)
     return operands
+
+
+def _form(call: fx.Node) -> tuple[Any, ...]:
+    """The arguments of a call, with its operands left out: equal for equal calls."""
+    return _argument_form(call.args), _argument_form(sorted(call.kwargs.items()))
+
+
+def _argument_form(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return (value.target, _argument_form(value.args)) if value.target in SYMBOLS else "operand"
+    if isinstance(value, (list, tuple)):
+        return tuple(_argument_form(v) for v in value)
+    return type(value), repr(value) if isinstance(value, float) else value  # nan differs from itself
+
+
+def _call_text(call: fx.Node) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return str(value.target.__name__) if value.target in SYMBOLS else "operand"  # type: ignore[union-attr]
+        return f"[{', '.join(map(shown, value))}]" if isinstance(value, (list, tuple)) else str(value)
+
+    args = [*map(shown, call.args), *(f"{k}={shown(v)}" for k, v in call.kwargs.items())]
+    return f"{op_name(call.target)}({', '.join(args)})"
 
 
 def first_layout(layout: Any) -> Layout:

@@ -1,4 +1,5 @@
-"""The contents of devices for a value in the middle of a move, as tables of boxes: moves replayed without tensors.
+"""The contents of devices for a value in the middle of a move, as tables of boxes: moves replayed without tensors, both
+the steps of a plan (`movement.replay`) and the ops of programs (`check`).
 
 A device's array is a list of fragments, each a box of the array that contains a box of the global value, in order; the
 rest is padding. Devices with equal contents share a row, so that a gathered value costs a row per group.
@@ -49,14 +50,32 @@ class Rows:
         return Rows(self.extent[index], self.start[index], self.size[index], self.origin[index])
 
     def compact(self) -> Rows:
-        """The same without absent fragments, as far as no row needs the space."""
-        there = self.is_there
+        """The same without absent fragments, as far as no row needs the space; a row that is one box has one
+        fragment."""
+        rows, there = self, self.is_there
+        if there.shape[1] > 1:
+            is_box, offset = self.as_boxes()
+            is_merged = is_box[:, None, None] & (np.arange(there.shape[1]) == 0)[:, None]
+            start, origin = np.where(is_merged, 0, self.start), np.where(is_merged, offset[:, None], self.origin)
+            size = np.where(is_merged, self.extent[:, None], np.where(is_box[:, None, None], 0, self.size))
+            rows = Rows(self.extent, start, size, origin)
+            there = rows.is_there
         width = max(int(there.sum(-1).max(initial=0)), 1)
         if width == there.shape[1]:
-            return self
+            return rows
         order = np.argsort(~there, axis=1, kind="stable")[:, :width, None]
-        start, size, origin = (np.take_along_axis(a, order, 1) for a in (self.start, self.size, self.origin))
+        start, size, origin = (np.take_along_axis(a, order, 1) for a in (rows.start, rows.size, rows.origin))
         return Rows(self.extent, start, size, origin)
+
+    def as_boxes(self) -> tuple[NDArray[np.bool_], Ints]:
+        """Whether each row is a single box of the global value, in order and without padding, and the box's offset."""
+        there = self.is_there
+        first = np.argmax(there, 1)
+        shift = self.origin - self.start
+        offset = np.take_along_axis(shift, first[:, None, None], 1)
+        straight = (~there | (shift == offset).all(-1)).all(-1)
+        full = np.where(there, self.size.prod(-1), 0).sum(-1) == self.extent.prod(-1)
+        return straight & full, offset[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +110,18 @@ class Holding:
         count = len(self.devices)
         wide = [np.broadcast_to(a, (count, *np.shape(a)[1:])).reshape(count, -1) for a in args]
         key = np.column_stack([self.where, *wide])
-        _, first, where = np.unique(key, axis=0, return_index=True, return_inverse=True)
-        return self.rows.take(self.where[first]), where.reshape(-1), [w[first] for w in wide]
+        first, where = distinct_rows(key)
+        return self.rows.take(self.where[first]), where, [w[first] for w in wide]
 
     def with_rows(self, rows: Rows, where: Ints) -> Holding:
         return replace(self, rows=rows.compact(), where=where)
+
+
+def distinct_rows(table: Ints) -> tuple[Ints, Ints]:
+    """The first of each set of equal rows, and for each row the number of its set."""
+    numbers: dict[tuple[int, ...], int] = {}
+    where = np.array([numbers.setdefault(tuple(row), len(numbers)) for row in table.tolist()], np.int64)
+    return np.unique(where, return_index=True)[1], where
 
 
 # the contents by a layout
@@ -108,6 +134,14 @@ def coordinates(mesh: Mesh, devices: tuple[int, ...]) -> dict[str, Ints]:
     return {axis: np.asarray(index, np.int64) for axis, index in zip(mesh.axis_names, at, strict=True)}
 
 
+def index_along(mesh: Mesh, axes: Sequence[str], devices: tuple[int, ...]) -> Ints:
+    """The index of each device among those along the flattened axes."""
+    at, index = coordinates(mesh, devices), np.zeros(len(devices), np.int64)
+    for axis in axes:
+        index = index * mesh.size(axis) + at[axis]
+    return index
+
+
 @lru_cache(maxsize=512)
 def _pieces(size: int, parts: tuple[int, ...], unit: int) -> Ints:
     """(offset, size) of every piece of a dim, the outermost cut slowest."""
@@ -118,14 +152,10 @@ def _pieces(size: int, parts: tuple[int, ...], unit: int) -> Ints:
 @lru_cache(maxsize=512)
 def boxes(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...]) -> tuple[Ints, Ints]:
     """Offset and size of each device's piece, a row per device."""
-    at = coordinates(layout.mesh, devices)
     table = np.zeros((len(devices), len(shape), 2), np.int64)
     for d, (size, dim) in enumerate(zip(shape, layout.dims, strict=True)):
-        parts = layout.parts(d)
-        index = np.zeros(len(devices), np.int64)
-        for axis, count in zip(dim.axes, parts, strict=True):
-            index = index * count + at[axis]
-        table[:, d] = _pieces(size, parts, dim.unit)[index]
+        index = index_along(layout.mesh, dim.axes, devices)
+        table[:, d] = _pieces(size, layout.parts(d), dim.unit)[index]
     return table[..., 0], table[..., 1]
 
 
@@ -139,12 +169,8 @@ def holding_of(layout: Layout, shape: tuple[int, ...], devices: tuple[int, ...])
     """The contents of the devices for a value in a layout."""
     offset, size = boxes(layout, shape, devices)
     key = np.concatenate([offset, size], 1)
-    where = np.zeros(len(devices), np.int64)
-    if shape:
-        key, where = np.unique(key, axis=0, return_inverse=True)
-        where = where.reshape(-1)
-    else:
-        key = key[:1]
+    first, where = distinct_rows(key)
+    key = key[first]
     origin, extent = key[:, None, : len(shape)], key[:, len(shape) :]
     rows = Rows(extent, np.zeros_like(origin), extent[:, None], origin)
     return Holding(layout.mesh, devices, rows, where, *pending_of(layout))
@@ -154,15 +180,10 @@ def check_is(holding: Holding, layout: Layout, shape: tuple[int, ...]) -> None:
     """Raise VerifyError unless every device has exactly its piece in `layout`, whole, in order and without padding,
     with exactly the layout's reductions pending, and scaled."""
     _check_pending(holding, layout)
-    rows, there = holding.rows, holding.rows.is_there
-    first = np.argmax(there, 1)
-    shift = rows.origin - rows.start
-    base = np.take_along_axis(shift, first[:, None, None], 1)
-    straight = (~there | (shift == base).all(-1)).all(-1)
-    full = np.where(there, rows.size.prod(-1), 0).sum(-1) == rows.extent.prod(-1)
+    is_box, start = holding.rows.as_boxes()
     offset, size = boxes(layout, shape, holding.devices)
-    placed = (size == 0).any(-1) | (base[holding.where, 0] == offset).all(-1)
-    good = (straight & full)[holding.where] & (rows.extent[holding.where] == size).all(-1) & placed
+    placed = (size == 0).any(-1) | (start[holding.where] == offset).all(-1)
+    good = is_box[holding.where] & (holding.rows.extent[holding.where] == size).all(-1) & placed
     if not good.all():
         i = int(np.argmin(good))
         raise VerifyError(
@@ -209,7 +230,7 @@ def _box(offset: Ints, size: Ints) -> str:
 
 
 def narrow(holding: Holding, dim: int, start: Any, size: Any) -> Holding:
-    _check_dim(holding, dim)
+    check_dim(holding, dim)
     rows, where, (lo, length) = holding.refined(start, size)
     if (bad := (lo < 0) | (length < 0) | (lo + length > rows.extent[:, dim : dim + 1]))[:, 0].any():
         _refuse(replace(holding, rows=rows, where=where), bad[:, 0], "cuts beyond the array")
@@ -219,11 +240,22 @@ def narrow(holding: Holding, dim: int, start: Any, size: Any) -> Holding:
     return holding.with_rows(replace(rows, extent=extent), where)
 
 
+def keep_part(holding: Holding, dim: int, mesh: Mesh, axes: Sequence[str], unit: int) -> Holding:
+    """Each device keeps its part of its array along `dim`, which is cut over the axes in blocks of `unit`."""
+    check_dim(holding, dim)
+    parts, index = tuple(mesh.size(axis) for axis in axes), index_along(mesh, axes, holding.devices)
+    extent, spans = holding.rows.extent[holding.where, dim], np.zeros((len(holding.devices), 2), np.int64)
+    for size in np.unique(extent).tolist():
+        here = extent == size
+        spans[here] = _pieces(size, parts, unit)[index[here]]
+    return narrow(holding, dim, spans[:, 0], spans[:, 1])
+
+
 def pad(holding: Holding, amounts: Sequence[Any]) -> Holding:
     """`constant_pad_nd`: amounts before and after, for the last dim first."""
     if len(amounts) % 2:
         raise VerifyError("pads a dim on one side only", got=f"{len(amounts)} amounts")
-    _check_dim(holding, holding.rows.extent.shape[1] - len(amounts) // 2)
+    check_dim(holding, holding.rows.extent.shape[1] - len(amounts) // 2)
     rows, where, wide = holding.refined(*amounts)
     bad = np.any(np.concatenate([np.zeros((len(rows.extent), 1), np.int64), *wide], 1) < 0, axis=1)
     if bad.any():
@@ -239,7 +271,7 @@ def pad(holding: Holding, amounts: Sequence[Any]) -> Holding:
 def join_blocks(holding: Holding, sizes: Sequence[int], order: Sequence[int], dim: int, table: Any) -> Holding:
     """`local_ops.join_blocks`: blocks stacked along dim 0 in group order, concatenated along `dim` in its own order,
     cut to the sizes of the table."""
-    _check_dim(holding, dim)
+    check_dim(holding, dim)
     place = _places(sizes, order)
     count = len(place)
     rows, where, lengths = holding.refined(*([] if table is None else [np.asarray(table)[:, :, 1]]))
@@ -262,7 +294,7 @@ def deal_blocks(
 ) -> Holding:
     """`local_ops.deal_blocks`: cut along `dim` into the pieces of a group, each padded to `block`, stacked along dim 0
     in group order."""
-    _check_dim(holding, dim)
+    check_dim(holding, dim)
     place = _places(sizes, order)
     count = len(place)
     rows, where, args = holding.refined(block, *([] if table is None else [np.asarray(table)]))
@@ -365,7 +397,7 @@ def _flat(table: Ints) -> Ints:
     return table.reshape(table.shape[0], prod(table.shape[1:-1]), table.shape[-1])
 
 
-def _check_dim(holding: Holding, dim: int) -> None:
+def check_dim(holding: Holding, dim: int) -> None:
     if not 0 <= dim < holding.rows.extent.shape[1]:
         raise VerifyError(f"works along dim {dim}", got=f"an array of {holding.rows.extent[0].tolist()}")
 

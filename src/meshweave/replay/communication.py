@@ -10,14 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.check.holdings import Holding, Ints, PendingReduction, Rows, boxes, check_is, describe, pending_of, split
-from meshweave.errors import LayoutError, MeshweaveError, VerifyError
+from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import destinations, functional, permute
+from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import Transfer
+from meshweave.ir.pieces import Box
 from meshweave.ir.routes import Message
 from meshweave.ir.sparse import sparse_gather, sparse_scatter
+from meshweave.replay.holdings import (
+    Holding,
+    Ints,
+    PendingReduction,
+    Rows,
+    check_dim,
+    describe,
+    split,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +45,8 @@ class Groups:
 @lru_cache(maxsize=256)
 def group_ids(mesh: Mesh, axes: tuple[str, ...]) -> Ints:
     """Device ids of every group of the flattened axes, one group per row."""
+    if len(set(axes)) < len(axes):
+        raise VerifyError("an axis stands twice in a group", got=", ".join(axes))
     rest = [a for a in mesh.axis_names if a not in axes]
     order = [mesh.axis_index(a) for a in (*rest, *axes)]
     return np.array(mesh.devices).reshape(mesh.shape).transpose(order).reshape(-1, mesh.flat_size(axes))
@@ -85,26 +96,55 @@ def apart(holding: Holding, parts: Sequence[tuple[int, ...]]) -> list[Holding]:
     ]
 
 
-def _all_gather(holding: Holding, groups: Groups, count: Any) -> Holding:
-    _check_count(groups, count)
+def join(holding: Holding, groups: Groups, dim: int) -> Holding:
+    """The arrays of each group side by side along `dim`, in group order."""
+    check_dim(holding, dim)
     _not_pending(holding, groups)
-    inputs = holding.where[groups.members]
-    _same_extent(holding, inputs)
-    rows = holding.rows
-    start = rows.start[inputs].copy()
-    start[..., 0] += (np.arange(groups.count) * rows.extent[inputs[:, :1], 0])[:, :, None]
-    extent = rows.extent[inputs[:, 0]].copy()
-    extent[:, 0] *= groups.count
+    rows, inputs = holding.rows, holding.where[groups.members]
+    before, whole = _stretches(holding, groups, dim)
+    start, extent = rows.start[inputs].copy(), rows.extent[inputs[:, 0]].copy()
+    start[..., dim] += before[:, :, None]
+    extent[:, dim] = whole
+    others = np.delete(rows.extent[inputs], dim, -1)
+    if (others != others[:, :1]).any():
+        raise VerifyError("blocks of one group differ in shape", got=f"along other dims than {dim}")
     return _by_group(holding, groups, Rows(extent, *map(_merged, (start, rows.size[inputs], rows.origin[inputs]))))
 
 
-def _all_reduce(holding: Holding, groups: Groups, op: str) -> Holding:
-    return _reduced(holding, groups, op)
+def _stretches(holding: Holding, groups: Groups, dim: int) -> tuple[Ints, Ints]:
+    """Where each member's array begins if those of its group are side by side along `dim`, and their length
+    together."""
+    length = holding.rows.extent[holding.where[groups.members], dim]
+    return np.cumsum(length, 1) - length, length.sum(1)
+
+
+def _all_gather(holding: Holding, groups: Groups, count: Any) -> Holding:
+    _check_count(groups, count)
+    _same_extent(holding, holding.where[groups.members])
+    return join(holding, groups, 0)
+
+
+def reduce(holding: Holding, groups: Groups, op: str) -> Holding:
+    """Each group's reduced values, if the reduction takes every contribution along the axes once."""
+    pending = {p.axis: p for p in holding.pending}
+    for axis in (a for a in groups.axes if groups.mesh.size(a) > 1):
+        due = pending.get(axis)
+        if due is None or holding.mesh != groups.mesh:
+            raise VerifyError(
+                f"contributions are counted {groups.mesh.size(axis)} times",
+                got=f"a reduction over {axis}, over which the value is not partial",
+            )
+        if op != due.op:
+            raise VerifyError("reduces with another op", got=f"{op} over {axis}", expected=due.op)
+    if len({p.op for p in holding.pending}) > 1:
+        raise VerifyError("a value is partial with two ops at once", got=str(holding.pending))
+    _same_content(holding, groups)
+    return replace(holding, pending=tuple(p for p in holding.pending if p.axis not in groups.axes))
 
 
 def _reduce_scatter(holding: Holding, groups: Groups, op: str, count: Any) -> Holding:
     _check_count(groups, count)
-    done = _reduced(holding, groups, op)
+    done = reduce(holding, groups, op)
     blocks, source = split(done, groups.count), done.where[groups.members[:, 0]]
     return _by_member(done, groups, blocks.take(source))
 
@@ -160,6 +200,15 @@ def _broadcast(holding: Holding, groups: Groups, source: Any) -> Holding:
     return holding.with_rows(holding.rows, where)
 
 
+def embed_pieces(holding: Holding, groups: Groups, dim: int, op: str) -> Holding:
+    """The arrays of each group as parts of a partial value: each at its place along `dim`, in group order."""
+    check_dim(holding, dim)
+    before, size = (np.zeros(len(holding.devices), np.int64) for _ in range(2))
+    before[groups.members], whole = _stretches(holding, groups, dim)
+    size[groups.members] = whole[:, None]
+    return _embed_part(holding, groups, dim, before, size, op)
+
+
 def _embed_part(holding: Holding, groups: Groups, dim: Any, before: Any, size: Any, op: Any) -> Holding:
     """`local_ops.embed_part` on all devices of a group: their combined contents, which a reduction over the group
     yields if no two devices have values in the same place. Other places stay padding."""
@@ -202,7 +251,7 @@ def _sum_scatter(holding: Holding, groups: Groups, count: Any) -> Holding:
 SPARSE = frozenset({sparse_gather, sparse_scatter})
 EXCHANGES: dict[Any, Callable[..., Holding]] = {
     functional.all_gather_into_tensor.default: _all_gather,
-    functional.all_reduce.default: _all_reduce,
+    functional.all_reduce.default: reduce,
     functional.reduce_scatter_tensor.default: _reduce_scatter,
     functional.all_to_all_single.default: _all_to_all,
     functional.broadcast.default: _broadcast,
@@ -211,24 +260,6 @@ EXCHANGES: dict[Any, Callable[..., Holding]] = {
     sparse_scatter: _sum_scatter,
     local_ops.embed_part: _embed_part,
 }
-
-
-def _reduced(holding: Holding, groups: Groups, op: str) -> Holding:
-    """Each group's reduced values, if the reduction takes every contribution along the axes once."""
-    pending = {p.axis: p for p in holding.pending}
-    for axis in (a for a in groups.axes if groups.mesh.size(a) > 1):
-        due = pending.get(axis)
-        if due is None or holding.mesh != groups.mesh:
-            raise VerifyError(
-                f"contributions are counted {groups.mesh.size(axis)} times",
-                got=f"a reduction over {axis}, over which the value is not partial",
-            )
-        if op != due.op:
-            raise VerifyError("reduces with another op", got=f"{op} over {axis}", expected=due.op)
-    if len({p.op for p in holding.pending}) > 1:
-        raise VerifyError("a value is partial with two ops at once", got=str(holding.pending))
-    _same_content(holding, groups)
-    return replace(holding, pending=tuple(p for p in holding.pending if p.axis not in groups.axes))
 
 
 def _same_content(holding: Holding, groups: Groups) -> None:
@@ -290,69 +321,44 @@ def _joined(table: Ints) -> Ints:
     return table.reshape(-1, *table.shape[2:])
 
 
-@lru_cache(maxsize=1024)
-def check_messages(plan: Transfer) -> int:
-    """The number of messages of a transfer, which give every device of the target exactly its piece.
-    Raises VerifyError for a message that its sender cannot send or that leaves its group, and if pieces are not
-    tiled."""
-    source, target, shape = plan.source, plan.target, plan.spec.shape
-    try:
-        messages = plan.routes.messages
-    except LayoutError as error:
-        raise VerifyError(error.what, where=error.where, got=error.got, expected=error.expected) from error
-    _check_within(plan, messages)
-    devices, senders = target.mesh.devices, source.mesh.devices
-    place = {d: i for i, d in enumerate(devices)}
-    lists: list[list[Any]] = [[] for _ in devices]
-    boxes_of_sender = dict(
-        zip(senders, zip(*(a.tolist() for a in boxes(source, shape, senders)), strict=True), strict=True)
-    )
+def check_messages(
+    source: Layout, target: Layout, shape: tuple[int, ...], axes: tuple[str, ...], messages: Sequence[Message]
+) -> None:
+    """Raise VerifyError unless the messages give every device of the target exactly its piece: for one that its sender
+    cannot send, or that leaves its group of the flattened `axes`, and if pieces are not tiled."""
+    where = f"{source} -> {target}"
+    _check_within(source, target, axes, messages)
+    sent, wanted = source.pieces(shape), target.pieces(shape)
+    received: dict[int, list[Box]] = {device: [] for device in wanted}
     for m in messages:
-        if (
-            m.receiver not in place
-            or m.sender not in boxes_of_sender
-            or not _inside(m.box.offset, m.box.size, boxes_of_sender[m.sender])
-        ):
-            raise VerifyError(
-                "a message contains elements that its sender does not have", got=f"{m} of {source} -> {target}"
-            )
-        lists[place[m.receiver]].append((m.box.offset, m.box.size))
-    offset, size = boxes(target, shape, devices)
-    width = max(map(len, lists), default=0) or 1
-    origin, extent = np.zeros((2, len(devices), width, len(shape)), np.int64)
-    for i, boxes_here in enumerate(lists):
-        if boxes_here:
-            origin[i, : len(boxes_here)], extent[i, : len(boxes_here)] = (
-                np.array(x) for x in zip(*boxes_here, strict=True)
-            )
-        if _overlap(origin[i, : len(boxes_here)], extent[i, : len(boxes_here)]) or (not shape and len(boxes_here) != 1):
-            raise VerifyError(
-                "a device receives elements twice, or not at all", got=f"device {devices[i]}, {source} -> {target}"
-            )
-    rows = Rows(size, origin - offset[:, None], extent, origin)
-    check_is(Holding(target.mesh, devices, rows, np.arange(len(devices)), *pending_of(source)), target, shape)
-    return len(messages)
+        for device, pieces, end in ((m.sender, sent, "sender"), (m.receiver, wanted, "receiver")):
+            if device not in pieces or not pieces[device].contains(m.box):
+                raise VerifyError(f"a message contains elements that its {end} does not have", where=where, got=str(m))
+        received[m.receiver].append(m.box)
+    for device, arrived in received.items():
+        num_missing = wanted[device].num_elements - sum(box.num_elements for box in arrived)
+        if num_missing or _overlap(arrived):
+            got = f"device {device}: {num_missing} elements are missing" if num_missing else f"device {device}"
+            raise VerifyError("a device receives elements twice, or not at all", where=where, got=got)
 
 
-def _check_within(plan: Transfer, messages: Sequence[Message]) -> None:
+def _check_within(source: Layout, target: Layout, axes: tuple[str, ...], messages: Sequence[Message]) -> None:
     """Senders and receivers have the same contributions: a partial value stays in groups over other axes."""
-    source, target = plan.source, plan.target
-    if not source.partial and not target.partial and not plan.axes:
+    if not source.partial and not target.partial and not axes:
         return
-    if not plan.axes or source.mesh != target.mesh or set(plan.axes) & set(source.partial_axes):
-        raise VerifyError("parts of different sums are exchanged", got=f"{source} -> {target} over {plan.axes}")
-    group_of = {d: g for g, ids in enumerate(group_ids(source.mesh, plan.axes).tolist()) for d in ids}
-    if crossing := next((m for m in messages if group_of[m.sender] != group_of[m.receiver]), None):
-        raise VerifyError("a message leaves its group", got=str(crossing), expected=f"groups of {plan.axes}")
+    is_kept = source.mesh == target.mesh and set(source.partial) == set(target.partial)
+    if not axes or not is_kept or set(axes) & set(source.partial_axes):
+        raise VerifyError("parts of different sums are exchanged", got=f"{source} -> {target} over {axes}")
+    group_of = {d: g for g, ids in enumerate(group_ids(source.mesh, axes).tolist()) for d in ids}
+    if crossing := next((m for m in messages if group_of.get(m.sender, -1) != group_of.get(m.receiver)), None):
+        raise VerifyError("a message leaves its group", got=str(crossing), expected=f"groups of {axes}")
 
 
-def _inside(offset: Sequence[int], size: Sequence[int], box: tuple[list[int], list[int]]) -> bool:
-    spans = zip(offset, size, *box, strict=True)
-    return all(a <= o and o + s <= a + b for o, s, a, b in spans)
-
-
-def _overlap(origin: Ints, size: Ints) -> bool:
+def _overlap(boxes: Sequence[Box]) -> bool:
     """Whether two of the boxes overlap."""
+    if len(boxes) < 2:
+        return False
+    origin, size = np.array([box.offset for box in boxes]), np.array([box.size for box in boxes])
     end = origin + size
     meet = (np.maximum(origin[:, None], origin) < np.minimum(end[:, None], end)).all(-1)
     return bool((meet.sum(1) > 1).any())
