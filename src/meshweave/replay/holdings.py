@@ -50,22 +50,25 @@ class Rows:
         return Rows(self.extent[index], self.start[index], self.size[index], self.origin[index])
 
     def compact(self) -> Rows:
-        """The same without absent fragments, as far as no row needs the space; a row that is one box has one
-        fragment."""
-        rows, there = self, self.is_there
-        if there.shape[1] > 1:
-            is_box, offset = self.as_boxes()
-            is_merged = is_box[:, None, None] & (np.arange(there.shape[1]) == 0)[:, None]
-            start, origin = np.where(is_merged, 0, self.start), np.where(is_merged, offset[:, None], self.origin)
-            size = np.where(is_merged, self.extent[:, None], np.where(is_box[:, None, None], 0, self.size))
-            rows = Rows(self.extent, start, size, origin)
-            there = rows.is_there
+        """The same without absent fragments, as far as no row needs the space."""
+        there = self.is_there
         width = max(int(there.sum(-1).max(initial=0)), 1)
         if width == there.shape[1]:
-            return rows
+            return self
         order = np.argsort(~there, axis=1, kind="stable")[:, :width, None]
-        start, size, origin = (np.take_along_axis(a, order, 1) for a in (rows.start, rows.size, rows.origin))
+        start, size, origin = (np.take_along_axis(a, order, 1) for a in (self.start, self.size, self.origin))
         return Rows(self.extent, start, size, origin)
+
+    def merged(self) -> Rows:
+        """The same, in which a row that is a single box has a single fragment."""
+        num_fragments = self.start.shape[1]
+        if num_fragments == 1:
+            return self
+        is_box, offset = (table[:, None, None] for table in self.as_boxes())
+        is_first = (np.arange(num_fragments) == 0)[:, None]
+        start = np.where(is_box, 0, self.start)
+        size = np.where(is_box, np.where(is_first, self.extent[:, None], 0), self.size)
+        return Rows(self.extent, start, size, np.where(is_box, offset[:, 0], self.origin))
 
     def as_boxes(self) -> tuple[NDArray[np.bool_], Ints]:
         """Whether each row is a single box of the global value, in order and without padding, and the box's offset."""
@@ -114,7 +117,7 @@ class Holding:
         return self.rows.take(self.where[first]), where, [w[first] for w in wide]
 
     def with_rows(self, rows: Rows, where: Ints) -> Holding:
-        return replace(self, rows=rows.compact(), where=where)
+        return replace(self, rows=rows.merged().compact(), where=where)
 
 
 def distinct_rows(table: Ints) -> tuple[Ints, Ints]:
