@@ -16,6 +16,7 @@ ROOMS = (
     "ir",
     "replay",
     "hardware",
+    "ops",
     "engine",
     "simulate",
     "capture",

@@ -20,13 +20,13 @@ from meshweave.hardware import AlphaBeta, MachineProfile, load_profile
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.movement.plan import MovePlan, plan_move
+from meshweave.ops.registry import register_rule
 from meshweave.program import Program
 from meshweave.runtime.rows import batch_shard
 from meshweave.runtime.session import RunOptions
 from meshweave.schedule import OverlapOptions, OverlapReport, overlap
 from meshweave.sharding.operators import combine, move, on, reduction, repartition, replicate
 from meshweave.sharding.plans import Plan
-from meshweave.sharding.registry import register_rule
 from meshweave.simulate.result import Simulation
 from meshweave.torch_compile import backend, inductor_pass
 from meshweave.train_step import TrainStep

@@ -12,7 +12,7 @@ from meshweave.errors import VerifyError
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.sharding.factors import rule_from_text, sums
+from meshweave.ops.factors import rule_from_text, sums
 
 F32 = torch.float32
 MM = rule_from_text("m k, k n -> m n", [Spec((4, 6), F32), Spec((6, 8), F32)], [Spec((4, 8), F32)], sums({0}, {1}))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.optim import adam as torch_adam
 from torch.optim import sgd as torch_sgd
@@ -27,10 +27,11 @@ from meshweave.capture.optimizer_stand_ins import StandIns
 from meshweave.capture.trace import Provenance
 from meshweave.check.numerics import CHECK_LR, NumericsReport, check_numerics
 from meshweave.check.runs import Recipe, Training, widened
-from meshweave.expand import localize
 from meshweave.ir import ops
 from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.mesh import Mesh
+from meshweave.ops.pieces import OnPiece, PieceCall
+from meshweave.ops.registry import TABLE
 from meshweave.train_step import TrainStep
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -209,14 +210,16 @@ def test_sound_updates_pass(make: Make, clip: float | None, runs_float64: bool) 
 
 @pytest.mark.slow
 def test_an_offset_of_zero_for_every_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = localize.LOCALIZERS["random"]
+    plain = TABLE[torch.ops.meshweave.chance.default]
 
-    def whole(emit: Any, node: Any, values: Any, args: Any, kwargs: Any) -> Any:
-        made = plain(emit, node, values, args, kwargs)
-        made.args = (*made.args[:4], [0] * len(made.args[4]), *made.args[5:])
+    def whole(call: PieceCall) -> fx.Node:
+        made = plain.on_piece.write(call)
+        assert made is not None
+        made.args = (*made.args[:4], [0] * len(call.shape), *made.args[5:])
         return made
 
-    monkeypatch.setitem(localize.LOCALIZERS, "random", whole)
+    op = replace(plain, on_piece=OnPiece(whole))
+    monkeypatch.setitem(TABLE, torch.ops.meshweave.chance.default, op)
     assert not check().ok
 
 

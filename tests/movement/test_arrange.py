@@ -18,8 +18,8 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.verify import verify_placed
 from meshweave.movement.arrange import arrange
 from meshweave.movement.plan import MovePlan, plan_move
+from meshweave.ops.registry import row_for
 from meshweave.sharding.assign import candidates
-from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
 MESH = Mesh("a=2,b=4")

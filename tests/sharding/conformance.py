@@ -22,11 +22,10 @@ from meshweave.ir.graph import Input, Origin, Spec, StepGraph, op_name, tensor_i
 from meshweave.ir.grouped import all_rows, own_rows
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ops.factors import Rule
+from meshweave.ops.registry import result_specs, row_for
 from meshweave.runtime.executor import compile_tasks, environment, evaluate
-from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
 from meshweave.sharding.assign import Assignment, PassedPartial, Role, Shard, realize
-from meshweave.sharding.factors import Rule
-from meshweave.sharding.registry import result_specs, row_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ import meshweave
 from meshweave.errors import MeshweaveError, RuleError
 from meshweave.hardware import Matmul
 from meshweave.ir.graph import Spec
-from meshweave.sharding.factors import parse_factors, rule_from_text
-from meshweave.sharding.registry import TABLE, row_for
-from meshweave.simulate.classify import COSTS
+from meshweave.ops.factors import parse_factors, rule_from_text
+from meshweave.ops.pieces import AS_IT_IS
+from meshweave.ops.registry import TABLE, row_for
 
 
 @torch.library.custom_op("meshweave_tests::gated", mutates_args=())
@@ -60,11 +60,10 @@ GATED_BACKWARD = sample(tests_ops.gated_backward.default, F(5, 4), F(5, 4), F(4)
 @pytest.fixture(autouse=True)
 def own_rows() -> Iterator[None]:
     """Rows that a test registers are gone after it."""
-    before = [(table, dict(table)) for table in (TABLE, COSTS)]
+    before = dict(TABLE)
     yield
-    for table, rows in before:
-        table.clear()
-        table.update(rows)
+    TABLE.clear()
+    TABLE.update(before)
 
 
 class Model(nn.Module):
@@ -131,7 +130,7 @@ def test_the_registration_in_the_error_works_as_it_is(item: Sample, text: str) -
     assert f'"{text}"' in line
     eval(line, {"torch": torch, "meshweave": meshweave})
     case = build_case(item)
-    assert row_for(case.node).localize == ""
+    assert row_for(case.node).on_piece is AS_IT_IS
     assert roles_of(case) == [None]
     for option in one_axis(case, 2):
         check(case, option)
@@ -248,7 +247,7 @@ def test_an_op_is_named_in_any_way_that_torch_has(op: object) -> None:
     TABLE.pop(tests_ops.gated.default, None)
     meshweave.register_rule(op, "b h, h -> b h", linear=(0,), cost="pointwise", backward=gated_backward)
     assert len(roles_of(build_case(GATED))) == 6
-    assert tests_ops.gated_backward.default in COSTS
+    assert TABLE[tests_ops.gated_backward.default].cost == "pointwise"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from meshweave.ir.graph import Spec
 from meshweave.ir.mesh import Mesh
+from meshweave.ops.shape import split_and_merge
 from meshweave.sharding.assign import Shard, realize
-from meshweave.sharding.rules_shape import split_and_merge
 
 sizes = st.lists(st.sampled_from([1, 2, 3, 4, 5, 6]), min_size=1, max_size=5)
 

@@ -20,7 +20,7 @@ from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, Value, local_values
-from meshweave.sharding.registry import TABLE
+from meshweave.ops.registry import TABLE
 from meshweave.simulate.classify import known_kind, work_of
 from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 

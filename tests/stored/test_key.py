@@ -15,9 +15,9 @@ from torch import nn
 import meshweave as mw
 from meshweave import build
 from meshweave.capture.step import CaptureOptions, Precision
+from meshweave.ops.registry import TABLE
 from meshweave.passes import Keep, Overlap, Pipeline, Split
 from meshweave.program import PlanInputs
-from meshweave.sharding.registry import TABLE
 from meshweave.stored import programs
 from meshweave.stored.codec import NoFormError
 from meshweave.stored.programs import key_text, storage_of

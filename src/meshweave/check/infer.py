@@ -12,7 +12,7 @@ from meshweave.errors import VerifyError
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.sharding.factors import Dims, Rule
+from meshweave.ops.factors import Dims, Rule
 
 Placed = tuple[Spec, Layout]
 Cuts = dict[int, DimSharding]  # factor -> how its loop is cut

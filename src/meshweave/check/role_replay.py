@@ -15,13 +15,14 @@ from meshweave.check.dispatch import check_dispatch, is_sparse, sparse_source
 from meshweave.check.infer import Placed, infer
 from meshweave.check.numbers import Numbers
 from meshweave.errors import VerifyError
-from meshweave.expand.emit import Emitter
-from meshweave.expand.localize import LOCALIZERS
 from meshweave.ir import local_ops, ops
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ops.emit import Emitter
+from meshweave.ops.pieces import AS_IT_IS
+from meshweave.ops.registry import result_specs, row_for
 from meshweave.replay.holdings import (
     Holding,
     check_is,
@@ -33,7 +34,6 @@ from meshweave.replay.holdings import (
     pad,
     scaled,
 )
-from meshweave.sharding.registry import result_specs, row_for
 
 aten = torch.ops.aten
 
@@ -280,12 +280,12 @@ class RoleReplay:
     def _check_call(self, node: fx.Node, op: fx.Node, layouts: Sequence[Layout]) -> None:
         """Raise VerifyError unless the node is the call that the expansion writes for the placed op. That this call
         computes the op's pieces is not proven here, but by the tests of every op."""
-        localize, wanted = row_for(op).localize, [n.meta["layout"] for n in tensor_inputs(op)]
-        if localize and wanted != list(layouts):
+        on_piece, wanted = row_for(op).on_piece, [n.meta["layout"] for n in tensor_inputs(op)]
+        if on_piece is not AS_IT_IS and wanted != list(layouts):
             got, expected = (", ".join(map(str, those)) for those in (layouts, wanted))
             raise VerifyError("is called for operands in other layouts", got=got, expected=expected)
         args, kwargs = map_nodes(op, lambda n: self._any)
-        expected_call = LOCALIZERS[localize](self._emit, op, [self._any] * len(wanted), args, kwargs)
+        expected_call = on_piece.call(self._emit, op, [self._any] * len(wanted), args, kwargs)
         if node.target is not expected_call.target:
             got, expected = op_name(node.target), op_name(expected_call.target)
             raise VerifyError("another op runs", got=got, expected=f"{expected} for these layouts")

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from meshweave.expand.emit import Emitter
-from meshweave.expand.localize import LOCALIZERS
 from meshweave.expand.moves import SPARSE, STEPS, Finish, dispatch, send, take
 from meshweave.ir import ops
 from meshweave.ir.graph import PARTS, Input, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
@@ -21,7 +19,8 @@ from meshweave.ir.verify import check_placed
 from meshweave.movement.dispatch import sparse_plan
 from meshweave.movement.plan import MovePlan
 from meshweave.movement.steps import Step
-from meshweave.sharding.registry import row_for
+from meshweave.ops.emit import Emitter
+from meshweave.ops.registry import row_for
 
 aten = torch.ops.aten
 PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
@@ -151,7 +150,7 @@ class _Expander:
         if node.target is operator.getitem:
             local = self.emit.call(node.target, args, kwargs)
         else:
-            local = LOCALIZERS[row_for(node).localize](self.emit, node, operands, args, kwargs)
+            local = row_for(node).on_piece.call(self.emit, node, operands, args, kwargs)
         self._mark(node, local)
 
     def _move(self, node: fx.Node) -> None:

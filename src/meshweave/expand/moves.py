@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.expand.emit import Emitter
 from meshweave.ir import local_ops
 from meshweave.ir.collectives import (
     ALL_GATHER,
@@ -30,6 +29,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even, largest_chunk
 from meshweave.ir.rank import in_mesh_order
 from meshweave.movement.steps import Step
+from meshweave.ops.emit import Emitter
 
 aten = torch.ops.aten
 Finish = Callable[[], fx.Node]

@@ -15,8 +15,8 @@ from meshweave.ir.graph import PARTS, Spec, StepGraph, copy_meta, origin_of, rep
 from meshweave.ir.layout import Layout
 from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.movement.plan import MovePlan
+from meshweave.ops.registry import row_for
 from meshweave.sharding.assign import Assignment, candidates, follow_result
-from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
 Price = Callable[[Layout, Layout, Spec], float]

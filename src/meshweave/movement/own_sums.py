@@ -19,9 +19,9 @@ from meshweave.ir import ops
 from meshweave.ir.blocks import num_blocks_of
 from meshweave.ir.graph import Spec, StepGraph, copy_meta, is_descending, row_index, spec_of, tensor_inputs
 from meshweave.ir.layout import WHOLE, Layout
+from meshweave.ops.registry import result_specs, row_for
 from meshweave.sharding.assign import Assignment, Own, Role, Shard, realize
 from meshweave.sharding.owned import by_rows
-from meshweave.sharding.registry import result_specs, row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave

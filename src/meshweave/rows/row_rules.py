@@ -16,11 +16,10 @@ from meshweave.ir import local_ops
 from meshweave.ir.collectives import OURS, WAIT, communicates
 from meshweave.ir.graph import Spec, argument, spec_of, tensor_inputs
 from meshweave.ir.traits import RANK_CHANGES, RESHAPES, is_random, names_of
+from meshweave.ops.factors import Dim, Dims, Rule, RuleBuilder
+from meshweave.ops.registry import RuleFunction, pointwise, result_specs, row_for
 from meshweave.rows.orders import rule_in_order
 from meshweave.rows.row_rule import Combine, End, RowRule
-from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
-from meshweave.sharding.factors import Dim, Dims, Rule, RuleBuilder
-from meshweave.sharding.registry import RuleFunction, pointwise, result_specs, row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -265,18 +264,18 @@ def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """A factor is cut where it is alone in a dim; results that lack it are combined."""
     if None in specs_of(node):
         raise NoCut("some of its results are not tensors")
-    rule, localize = _rule(node)
-    return _by_factors(node, end, cut, rule, localize)
+    rule, in_chunks = _rule(node)
+    return _by_factors(node, end, cut, rule, in_chunks)
 
 
 def _own_attention(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """meshweave's attention; sequences of the batch are independent: their positions begin at the same index."""
     if cut.dim:
         raise NoCut("attention can be cut only along its batch")
-    return _by_factors(node, end, cut, row_for(node).rule(node), "")
+    return _by_factors(node, end, cut, row_for(node).rule(node), "any")
 
 
-def _by_factors(node: fx.Node, end: End, cut: Cut, rule: Rule, localize: str) -> RowRule:
+def _by_factors(node: fx.Node, end: End, cut: Cut, rule: Rule, in_chunks: str) -> RowRule:
     dims = (rule.results if end.is_result else rule.operands)[end.index]
     factors = [f for f in dims[cut.dim] if rule.sizes[f] > 1]
     if len(factors) != 1:
@@ -284,7 +283,7 @@ def _by_factors(node: fx.Node, end: End, cut: Cut, rule: Rule, localize: str) ->
     factor = factors[0]
     if factor in rule.whole:
         raise NoCut(f"it works along the whole of dim {cut.dim}")
-    if localize in _BY_INDEX and not any(factor in dim for dim in rule.operands[1]):
+    if in_chunks == "index" and not any(factor in dim for dim in rule.operands[1]):
         raise NoCut("the rows are the dim that its indices refer to")
     results = tuple(_cut_of(rule, dims, factor, cut) or rule.reduce_op(factor) for dims in rule.results)
     shape_at = _SHAPE_AT.get(node.target, -1)  # type: ignore[call-overload]
@@ -297,11 +296,11 @@ def _by_factors(node: fx.Node, end: End, cut: Cut, rule: Rule, localize: str) ->
 def _rule(node: fx.Node) -> tuple[Rule, str]:
     try:
         if node.target in RULES:
-            return RULES[node.target](node), ""
+            return RULES[node.target](node), "any"
         row = row_for(node)
-        if row.localize not in _AS_IT_IS:
+        if not row.on_piece.in_chunks:
             raise NoCut("its result on a part depends on the position of the part")
-        return row.rule(node), row.localize
+        return row.rule(node), row.on_piece.in_chunks
     except RuleError as error:
         raise NoCut(error.what) from error
 
@@ -324,9 +323,6 @@ PRODUCTS: Mapping[Any, Any] = {
     aten.bmm.default: aten.baddbmm.default,
     aten.baddbmm.default: aten.baddbmm.default,
 }
-# Rewrites of expand/localize that change nothing if a whole index, or no index at all, is cut.
-_BY_INDEX = frozenset({"embedding", "embedding_backward", "gather", "scatter", "index_select"})
-_AS_IT_IS = _BY_INDEX | {"", "shape", "full", "extreme", "guarded"}
 _SHAPE_AT = {aten.expand.default: 1, aten.full.default: 0}
 WayOf = Callable[[fx.Node, End, Cut], RowRule]
 _ACCUMULATING = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")

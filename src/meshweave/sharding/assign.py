@@ -11,7 +11,7 @@ from meshweave.errors import PlanError, RuleError
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.sharding.factors import Dims, Rule
+from meshweave.ops.factors import Dims, Rule
 from meshweave.sharding.rates import Rates, default_rates
 
 Price = Callable[[Layout, Layout, Spec], float]

@@ -10,7 +10,7 @@ sequence in its original order. Values are the same except for the order of thei
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -24,9 +24,9 @@ from meshweave.ir.causal import head_tail
 from meshweave.ir.graph import Spec, StepGraph, copy_meta, origin_of, replace_inputs, spec_of, tensor_inputs
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import PRODUCTS
-from meshweave.sharding.factors import Dims, Rule
+from meshweave.ops.factors import Dims, Rule
+from meshweave.ops.registry import row_for
 from meshweave.sharding.plans import Resolved
-from meshweave.sharding.registry import row_for
 from meshweave.sharding.sequences import has_sequence, rule_or_none, sequence_length
 
 aten = torch.ops.aten
@@ -37,11 +37,6 @@ _CAUSAL_AT: dict[Any, int] = {ours.attention.default: 4, ours.attention_backward
 _BY_HEADS = "devices that exchange heads have equal work already"
 _NATURAL = frozenset[int]()
 _In = frozenset[int]  # the dims of a value that are in the new order
-
-# By the way in which an op runs on pieces: the ways that do not depend on a position's index.
-_BY_INDEX = frozenset({"gather", "index_select", "scatter"})
-_BY_INDICES = frozenset({"index", "index_put"})
-_IN_ORDER = frozenset({"arange", "random", "grouped_mm", "grouped_outer", "enter_rows", "leave_rows"})
 
 
 def balanced(
@@ -182,8 +177,10 @@ class _BalanceWriter:
             return factor in loops and (is_square or not node.args[_CAUSAL_AT[node.target]])
         if factor in rule.whole:
             return False
-        localize = "" if node.target is ours.pin.default else row_for(node).localize
-        return localize not in _IN_ORDER and factor not in _looked_up(node, rule, localize)
+        if node.target is ours.pin.default:
+            return True
+        on_piece = row_for(node).on_piece
+        return not on_piece.is_ordered and all(factor not in dim for dim in on_piece.looked_up(node, rule))
 
     def _written(self, node: fx.Node, rule: Rule | None, ordered: _In) -> fx.Node:
         """The op on operands that are in the new order along some loops."""
@@ -341,20 +338,3 @@ def _attention_loops(rule: Rule, node: fx.Node) -> tuple[int, int]:
     """The factors of queries and of keys."""
     first = 0 if node.target is ours.attention.default else 1
     return rule.operands[first][2][0], rule.operands[first + 1][2][0]
-
-
-def _looked_up(node: fx.Node, rule: Rule, localize: str) -> set[int]:
-    """Factors of the dims of operand 0 that an op indexes, to read or to write."""
-    if not rule.operands:
-        return set()
-    rank = max(len(rule.operands[0]), 1)
-    at: Iterable[int] = ()
-    if localize in _BY_INDEX:
-        dim: Any = node.args[1]
-        at = [dim % rank]
-    elif localize in _BY_INDICES:
-        at = [d for d, index in enumerate(node.args[1]) if index is not None]  # type: ignore[arg-type]
-    elif localize == "embedding":
-        at = [0]
-    factors = {f for d in at if d < len(rule.operands[0]) for f in rule.operands[0][d]}
-    return factors | (set(rule.results[0][0]) if localize == "embedding_backward" else set())

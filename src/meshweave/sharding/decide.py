@@ -12,10 +12,10 @@ from meshweave.ir.graph import Input, Spec, StepGraph, origin_of, spec_of, tenso
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
-from meshweave.sharding.factors import Rule
+from meshweave.ops.factors import Rule
+from meshweave.ops.registry import TABLE, row_for
 from meshweave.sharding.mapping import Homes
 from meshweave.sharding.plans import Resolved
-from meshweave.sharding.registry import TABLE, row_for
 from meshweave.sharding.sequences import has_sequence, sequence_length
 
 

@@ -12,8 +12,8 @@ from torch import fx
 from meshweave.ir.graph import Input, Spec, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.ir.traits import CASTS, FACTORIES, RANDOM, VIEWS, is_pointwise
+from meshweave.ops.registry import row_for
 from meshweave.sharding.assign import follow_result
-from meshweave.sharding.registry import row_for
 
 aten = torch.ops.aten
 _VIEWS_AND_CASTS = VIEWS | CASTS

@@ -13,9 +13,9 @@ from meshweave.ir.graph import Spec, StepGraph, copy_meta, row_index, spec_of, t
 from meshweave.ir.grouped import BY_ROWS, key_of
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.ops import move
+from meshweave.ops.registry import result_specs, row_for
 from meshweave.sharding.assign import Assignment, Own, PassedPartial, Price, realize
 from meshweave.sharding.forms import Forms
-from meshweave.sharding.registry import result_specs, row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave

@@ -27,7 +27,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import VIEWS
 from meshweave.ir.verify import check_captured
-from meshweave.sharding import rules_dense, rules_shape  # noqa: F401  (fill the table)
+from meshweave.ops.registry import result_specs, row_for
 from meshweave.sharding.assign import Assignment, Operand, Price, as_asked, cheapest, follow_result, homes
 from meshweave.sharding.copies import Copy, is_no_larger, phase_of
 from meshweave.sharding.decide import Placement
@@ -36,7 +36,6 @@ from meshweave.sharding.operators import Pin, translate
 from meshweave.sharding.owned import by_rows, ends_by_key, ends_cut, expert_axes, lookup_cut, narrow_rows, owned_price
 from meshweave.sharding.pinned import PinnedAxes
 from meshweave.sharding.rates import Rates, default_rates
-from meshweave.sharding.registry import result_specs, row_for
 from meshweave.sharding.sums import Sums
 from meshweave.sharding.users import proposed_by_users
 

@@ -21,8 +21,8 @@ from meshweave.capture.batch import batch_size
 from meshweave.errors import PlanError, RuleError
 from meshweave.ir.graph import Input, Spec, StepGraph, copy_meta, map_nodes, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, is_pointwise
-from meshweave.sharding.factors import Rule
-from meshweave.sharding.registry import pointwise, result_specs, row_for
+from meshweave.ops.factors import Rule
+from meshweave.ops.registry import pointwise, result_specs, row_for
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave

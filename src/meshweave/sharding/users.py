@@ -13,7 +13,7 @@ from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS
-from meshweave.sharding.registry import row_for
+from meshweave.ops.registry import row_for
 
 _MOST_VALUES = 32  # visited per op: the relevant users are inside the same composite (a softmax, a loss)
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.errors import MeshweaveError, RuleError
-from meshweave.hardware.schema import KINDS
+from meshweave.errors import MeshweaveError
 from meshweave.hardware.work import Attention, Matmul, MemoryWork, Work
 from meshweave.interop.ops import arguments_of, is_operator
 from meshweave.ir import local_ops
@@ -20,6 +19,7 @@ from meshweave.ir.graph import argument, op_name, origin_of
 from meshweave.ir.rank import linear, operands_of
 from meshweave.ir.traits import base_name, inner_target, work_kind
 from meshweave.ir.values import Value, Values
+from meshweave.ops.registry import TABLE
 
 aten = torch.ops.aten
 Operands = Sequence[Value]
@@ -29,28 +29,11 @@ _FUSIBLE = frozenset({"pointwise", "reduction", "strided", "gather", "fill", "ra
 _GATHERED = frozenset({"gather", "scatter"})
 
 
-Cost = Callable[[fx.Node, Operands, Operands], Work | tuple[Work, ...]]
-COSTS: dict[Any, str | Cost] = {}  # of the ops that a user has registered
-
-
-def set_cost(target: Any, cost: str | Cost) -> None:
-    """Price an op as a kind of memory work, or by a function of the node, its operands and its results.
-    Raises RuleError for anything else."""
-    if not callable(cost) and cost not in KINDS:
-        raise RuleError(
-            "unknown kind of work",
-            where=f"cost of {op_name(target)}",
-            got=repr(cost),
-            expected=f"{', '.join(KINDS)}, or a function (node, operands, results) -> work",
-        )
-    COSTS[target] = cost
-
-
 def known_kind(node: fx.Node) -> str:
     """`matmul`, `attention`, `registered` (work by a user's function) or a kind of memory work; "" if unknown."""
     target = inner_target(node)
-    if cost := COSTS.get(target):
-        return "registered" if callable(cost) else cost
+    if (op := TABLE.get(target)) is not None and op.cost:
+        return "registered" if callable(op.cost) else op.cost
     if target is aten.scatter.value or (target is local_ops.scatter and not isinstance(node.args[3], fx.Node)):
         # one-hot: compilers compute it where the index is compared, eager kernels write a few elements
         return "pointwise"
@@ -100,7 +83,7 @@ def work_of(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work,
 
 def _registered_work(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
     target = inner_target(node)
-    cost = COSTS[target]
+    cost = TABLE[target].cost
     assert callable(cost)
     try:
         registered = cost(node, operands, results)

@@ -19,11 +19,11 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.ops import OpOverload, is_operator
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
+from meshweave.ops.registry import registrations
 from meshweave.passes import Optimized
 from meshweave.program import PlanInputs, Planned
 from meshweave.search import Gathered
 from meshweave.sharding.decide import Placement
-from meshweave.sharding.registry import registrations
 from meshweave.stored.codec import Decoder, Encoder, KeyEncoder, NoFormError
 from meshweave.stored.graphs import role_form, role_of, step_form, step_of
 

@@ -1,4 +1,4 @@
-"""The table of sharding rules: op -> how it shards and how it runs on pieces."""
+"""The table of ops: how each is sharded, runs on pieces and in chunks of rows, and what it costs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from typing import Any
 from torch import fx
 
 from meshweave.errors import RuleError
+from meshweave.hardware.schema import KINDS
+from meshweave.hardware.work import Work
 from meshweave.interop.ops import OpOverload, is_operator, only_overload
 from meshweave.ir.graph import Spec, op_name, origin_of, tensor_inputs
 from meshweave.ir.traits import is_pointwise
-from meshweave.sharding.factors import Linear, Rule, RuleBuilder, parse_factors, rule_from_text
-from meshweave.simulate.classify import Cost, set_cost
+from meshweave.ir.values import Value
+from meshweave.ops.factors import Linear, Rule, RuleBuilder, parse_factors, rule_from_text
+from meshweave.ops.pieces import AS_IT_IS, OnPiece
 
 RuleFunction = Callable[[fx.Node], Rule]
+Cost = Callable[[fx.Node, Sequence[Value], Sequence[Value]], Work | tuple[Work, ...]]  # node, operands, results
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """The row of an op: its rule, and the name of the rewrite that makes it run on pieces (see expand/localize).
-    `registered`: what a user registered, as text; None for a function, "" for a row of meshweave."""
+class Op:
+    """The record of an op: its sharding rule, how it runs on pieces, and its cost (a kind of memory work, or a
+    function; "" if `ir.traits` has its kind). `registered`: what a user registered, as text; None for a function, ""
+    for an op of meshweave."""
 
     rule: RuleFunction
-    localize: str = ""
+    on_piece: OnPiece = AS_IT_IS
     registered: str | None = ""
+    cost: str | Cost = ""
 
 
-TABLE: dict[Any, Row] = {}
-
-# Rewrites of ops that take any number of rows, or whose rule names the factors along which they do not.
-_BY_ROWS = frozenset({"", "shape", "index", "index_select", "index_put", "block_index", "block_put"})
+TABLE: dict[Any, Op] = {}
 
 
 def _placed(rule: RuleFunction, node: fx.Node) -> Rule:
@@ -41,14 +44,21 @@ def _placed(rule: RuleFunction, node: fx.Node) -> Rule:
     return replace(plain, placed=frozenset(range(len(plain.sizes))))
 
 
-def add(targets: Any, rule: RuleFunction | str, *, localize: str = "", linear: tuple[Linear, ...] = ()) -> None:
-    """Add a row for each target. A rule is a factor text or a function of the node."""
+def add(
+    targets: Any,
+    rule: RuleFunction | str,
+    *,
+    on_piece: OnPiece = AS_IT_IS,
+    linear: tuple[Linear, ...] = (),
+    cost: str | Cost = "",
+) -> None:
+    """Add a record for each target. A rule is a factor text or a function of the node; `cost` as in `Op`."""
     function = rule if callable(rule) else _text_rule(rule, linear)
-    if localize not in _BY_ROWS:
+    if on_piece.is_placed:
         function = partial(_placed, function)
     for target in targets if isinstance(targets, (list, tuple, set)) else [targets]:
         assert target not in TABLE, f"{op_name(target)} has two rows"
-        TABLE[target] = Row(function, localize)
+        TABLE[target] = Op(function, on_piece, cost=cost)
 
 
 def register_rule(
@@ -75,10 +85,15 @@ def register_rule(
     """
     target, backward = _operator(target), None if backward is None else _operator(backward)
     modes = tuple(Linear(frozenset({i})) for i in linear)
+    if not callable(cost) and cost not in ("", *KINDS):
+        raise RuleError(
+            "unknown kind of work",
+            where=f"cost of {op_name(target)}",
+            got=repr(cost),
+            expected=f"{', '.join(KINDS)}, or a function (node, operands, results) -> work",
+        )
     registered = None if callable(rule) or callable(cost) else f"{rule}, {linear}, {cost}"
-    TABLE[target] = Row(rule if callable(rule) else _text_rule(rule, modes), registered=registered)
-    if cost:
-        set_cost(target, cost)
+    TABLE[target] = Op(rule if callable(rule) else _text_rule(rule, modes), registered=registered, cost=cost)
     if backward is None:
         return
     if callable(rule):
@@ -91,9 +106,8 @@ def register_rule(
     operands, _, results = rule.partition("->")
     gradients = frozenset(range(len(results.split(","))))
     written = _text_rule(f"{results},{operands}->{operands}", (Linear(gradients),))
-    TABLE[backward] = Row(written, registered=None if registered is None else f"backward of {registered}")
-    if cost:
-        set_cost(backward, cost)
+    backward_text = None if registered is None else f"backward of {registered}"
+    TABLE[backward] = Op(written, registered=backward_text, cost=cost)
 
 
 def registrations() -> tuple[str | None, ...]:
@@ -138,7 +152,7 @@ def result_specs(node: fx.Node) -> list[Spec]:
     return [spec]
 
 
-def row_for(node: fx.Node) -> Row:
+def row_for(node: fx.Node) -> Op:
     """The row of a node's op. An unknown op is a RuleError with the op, its line and the registration to write."""
     row = TABLE.get(node.target)
     if row is None and is_pointwise(node.target):
@@ -166,7 +180,7 @@ def pointwise(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
     return build.rule([build.broadcast(n.meta["spec"].shape, dims) for n in tensor_inputs(node)], [dims], linear)
 
 
-POINTWISE = Row(pointwise)
+POINTWISE = Op(pointwise)
 
 
 def _whole_text(specs: Sequence[Spec], letters: str) -> str:

@@ -10,12 +10,15 @@ from math import prod
 import torch
 from torch import fx
 
-from meshweave.ir import blocks, grouped  # noqa: F401  (define the ops)
+from meshweave.ir import blocks, grouped
 from meshweave.ir.graph import argument, spec_of, tensor_inputs
 from meshweave.ir.grouped import key_of
+from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.ops import is_zeros
-from meshweave.sharding.factors import Dim, Keyed, Rule, RuleBuilder, sums
-from meshweave.sharding.registry import add
+from meshweave.ops.emit import Number
+from meshweave.ops.factors import Dim, Keyed, Rule, RuleBuilder, sums
+from meshweave.ops.pieces import OnPiece, PieceCall
+from meshweave.ops.registry import add
 
 ours = torch.ops.meshweave
 
@@ -128,13 +131,89 @@ def _block_put(node: fx.Node) -> Rule:
     return replace(rule, placed=frozenset({places[-1]}), block=places[0])
 
 
-add(ours.row_owners.default, _row_owners, localize="row_owners")
-add(ours.row_readers.default, _row_readers, localize="row_readers")
-add(ours.grouped_mm.default, _grouped_mm, localize="grouped_mm")
-add(ours.grouped_outer.default, _grouped_outer, localize="grouped_outer")
-add(ours.leave_rows.default, partial(_rows_of_others, position=0), localize="leave_rows")
-add(ours.enter_rows.default, partial(_rows_of_others, position=2), localize="enter_rows")
-add(ours.block_sort.default, _block_sort, localize="block_sort")
-add(ours.block_counts.default, _block_counts, localize="block_counts")
-add(ours.block_index.default, _block_index, localize="block_index")
-add(ours.block_put.default, _block_put, localize="block_put")
+# How these run on pieces.
+
+
+def _grouped_mm_of_piece(call: PieceCall) -> fx.Node | None:
+    if not call.is_cut(0, 0) and not call.is_cut(1, 0):
+        return None
+    return call.write(grouped.mm_piece, *call.values, call.start_of(0, 0), call.start_of(1, 0), *_block_rows(call))
+
+
+def _grouped_outer_of_piece(call: PieceCall) -> fx.Node | None:
+    if not call.is_cut(0, 0) and not call.layout.dims[0].axes:
+        return None
+    numbers = call.size(0), call.start_of(0, 0), call.start(0)
+    return call.write(grouped.outer_piece, *call.values, *numbers, *_block_rows(call))
+
+
+def _block_rows(call: PieceCall) -> tuple[int, ...]:
+    """The number of rows of a block, if the rows of an op by expert are in blocks."""
+    rows, ends = call.operand(0)[0].shape, call.operand(2)[0].shape
+    return (rows[0] // ends[0],) if len(ends) == 2 else ()
+
+
+def _own_experts(call: PieceCall, layout: Layout) -> tuple[Number, Number]:
+    """First index and number of a device's experts, from the layout of its owned rows."""
+    experts, cut = call.operand(1)[0].shape[-1:], Layout(layout.mesh, (DimSharding(layout.owned_axes),))
+    return call.emit.offset(experts, cut, 0), call.emit.extent(experts, cut, 0)
+
+
+def _all_rows_of_piece(call: PieceCall) -> fx.Node:
+    (spec, layout), dim = call.operand(0), call.args[2]
+    num_rows = call.emit.extent(spec.shape, layout, dim)
+    return call.write(grouped.all_rows, *call.values, dim, call.start_of(0, dim), *_own_experts(call, layout), num_rows)
+
+
+def _own_rows_of_piece(call: PieceCall) -> fx.Node:
+    layout, dim = call.layout, call.args[2]
+    parts = prod(layout.mesh.size(axis) for axis in layout.owned_axes)
+    return call.write(grouped.own_rows, *call.values, dim, call.start_of(0, dim), *_own_experts(call, layout), parts)
+
+
+def _num_blocks(call: PieceCall, num_blocks: int) -> Number:
+    """The number of blocks that a device has of the `num_blocks` of an op's first operand."""
+    spec, layout = call.operand(0)
+    block_rows = spec.shape[0] // num_blocks
+    cut = DimSharding(layout.dims[0].axes, max(layout.dims[0].unit // max(block_rows, 1), 1))
+    return call.emit.extent((num_blocks,), Layout(layout.mesh, (cut,)), 0)
+
+
+def _block_sort_of_piece(call: PieceCall) -> fx.Node:
+    numbers = _num_blocks(call, call.args[1]), call.args[2], call.start_of(0, 0)
+    return call.write(blocks.sort_piece, *call.values, *numbers)
+
+
+def _block_counts_of_piece(call: PieceCall) -> fx.Node:
+    return call.same_op(*call.args[:2], _num_blocks(call, call.args[2]))
+
+
+def _block_index_of_piece(call: PieceCall) -> fx.Node:
+    return call.write(blocks.index_piece, *call.values, call.start_of(0, 0))
+
+
+def _block_put_of_piece(call: PieceCall) -> fx.Node:
+    return call.write(blocks.put_piece, *call.values, call.args[3], call.start_of(0, 0))
+
+
+def _row_owners_of_piece(call: PieceCall) -> fx.Node | None:
+    if not call.layout.dims[0].axes:
+        return None
+    return call.same_op(call.args[0], call.size(0), [call.size(0)], *call.args[3:])
+
+
+def _row_readers_of_piece(call: PieceCall) -> fx.Node:
+    return call.write(grouped.readers_piece, *call.args[:3], call.size(1), call.start(1))
+
+
+_leave, _enter = (partial(_rows_of_others, position=position) for position in (0, 2))
+add(ours.row_owners.default, _row_owners, on_piece=OnPiece(_row_owners_of_piece))
+add(ours.row_readers.default, _row_readers, on_piece=OnPiece(_row_readers_of_piece))
+add(ours.grouped_mm.default, _grouped_mm, on_piece=OnPiece(_grouped_mm_of_piece, is_ordered=True))
+add(ours.grouped_outer.default, _grouped_outer, on_piece=OnPiece(_grouped_outer_of_piece, is_ordered=True))
+add(ours.leave_rows.default, _leave, on_piece=OnPiece(_all_rows_of_piece, is_ordered=True))
+add(ours.enter_rows.default, _enter, on_piece=OnPiece(_own_rows_of_piece, is_ordered=True))
+add(ours.block_sort.default, _block_sort, on_piece=OnPiece(_block_sort_of_piece))
+add(ours.block_counts.default, _block_counts, on_piece=OnPiece(_block_counts_of_piece))
+add(ours.block_index.default, _block_index, on_piece=OnPiece(_block_index_of_piece, is_placed=False))
+add(ours.block_put.default, _block_put, on_piece=OnPiece(_block_put_of_piece, is_placed=False))

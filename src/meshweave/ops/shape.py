@@ -13,10 +13,11 @@ from torch import fx
 
 from meshweave.errors import RuleError
 from meshweave.interop.ops import aten_ops
+from meshweave.ir import local_ops
 from meshweave.ir.graph import argument, op_name, origin_of, spec_of, tensor_inputs
-from meshweave.sharding import rules_index  # noqa: F401  (fills the table)
-from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, moved, sums
-from meshweave.sharding.registry import add, result_specs
+from meshweave.ops.factors import Dim, Linear, Rule, RuleBuilder, moved, sums
+from meshweave.ops.pieces import OnPiece, PieceCall
+from meshweave.ops.registry import add, result_specs
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -77,9 +78,21 @@ def _expand(node: fx.Node) -> Rule:
     return build.rule([[() if s == 1 else dim for s, dim in zip(before, last, strict=True)]], [new], moved({0}))
 
 
-add(aten.view.default, _view, localize="shape")
+def _to_local_shape(call: PieceCall) -> fx.Node:
+    """view and expand. A view of a piece may need a copy, hence reshape. The number of owned rows is not known here:
+    the operand's number is used."""
+    owned, shape = call.layout.owned_dims, call.local_shape()
+    if call.node.target is aten.expand.default:
+        return call.same_op(call.args[0], [-1 if dim in owned else size for dim, size in enumerate(shape)])
+    if owned:
+        return call.write(local_ops.view_rows, call.args[0], shape, *owned, *call.operand(0)[1].owned_dims)
+    return call.write(aten.reshape.default, call.args[0], shape)
+
+
+_SHAPED = OnPiece(_to_local_shape, is_placed=False, in_chunks="any")
+add(aten.view.default, _view, on_piece=_SHAPED)
 add(aten.permute.default, _permute)
-add(aten.expand.default, _expand, localize="shape")
+add(aten.expand.default, _expand, on_piece=_SHAPED)
 
 
 def _some_whole(node: fx.Node, whole: set[int], linear: tuple[Linear, ...]) -> Rule:
@@ -245,12 +258,21 @@ def _whole_reduction(node: fx.Node, at: int = 1, default: int | None = None) -> 
     return build.rule([operand], results)
 
 
+def _extreme(call: PieceCall) -> fx.Node | None:
+    """amax and amin of a dim that is cut: a piece may be empty."""
+    dims: Sequence[int] = argument(call.node, 1, ()) or range(len(call.operand(0)[0].shape))
+    if not any(call.is_cut(0, d % max(len(call.operand(0)[0].shape), 1)) for d in dims):
+        return None
+    op = "max" if call.node.target is aten.amax.default else "min"
+    return call.write(local_ops.extreme, call.values[0], list(dims), bool(argument(call.node, 2, False)), op)
+
+
 add(aten.sum.dim_IntList, partial(_reduction, op="sum", linear=sums({0})))
 add(ours.square_sum.default, partial(_reduction, op="sum", linear=()))
 add([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], partial(_reduction, op="sum", linear=()))
 for _op, _target in {"max": aten.amax.default, "min": aten.amin.default}.items():
     _linear = (Linear(frozenset({0}), frozenset({_op})),)
-    add(_target, partial(_reduction, op=_op, linear=_linear), localize="extreme")
+    add(_target, partial(_reduction, op=_op, linear=_linear), on_piece=OnPiece(_extreme, in_chunks="any"))
 add(
     aten_ops(
         "any any.dim any.dims all all.dim all.dims argmax argmin max.dim min.dim max min prod prod.dim_int median "
@@ -268,7 +290,23 @@ def _factory(node: fx.Node) -> Rule:
     return build.rule([[] for _ in tensor_inputs(node)], [build.dims(spec_of(node).shape)])
 
 
-add(aten.full.default, _factory, localize="full")
-add(aten.arange.start_step, _factory, localize="arange")
-add(ours.uniform.default, _factory, localize="random")
-add(ours.chance.default, _factory, localize="random")
+def _full(call: PieceCall) -> fx.Node:
+    return call.same_op(call.local_shape(), *call.args[1:])
+
+
+def _arange(call: PieceCall) -> fx.Node | None:
+    if not call.layout.dims[0].axes:
+        return None
+    start, _, step = call.args
+    first = call.emit.linear(start, (call.start(0), step))
+    return call.same_op(first, call.emit.linear(0, (first, 1), (call.size(0), step)), step)
+
+
+def _random(call: PieceCall) -> fx.Node:
+    offsets = [call.start(d) for d in range(len(call.shape))]
+    return call.same_op(*call.args[:3], list(call.shape), offsets, call.local_shape(), *call.args[6:])
+
+
+add(aten.full.default, _factory, on_piece=OnPiece(_full, in_chunks="any"))
+add(aten.arange.start_step, _factory, on_piece=OnPiece(_arange, is_ordered=True))
+add([ours.uniform.default, ours.chance.default], _factory, on_piece=OnPiece(_random, is_ordered=True))

@@ -9,8 +9,10 @@ from torch import fx
 
 from meshweave.interop.ops import aten_ops
 from meshweave.ir.graph import Spec, argument, spec_of, tensor_inputs
-from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
-from meshweave.sharding.registry import add, result_specs
+from meshweave.ir.layout import DimSharding, Layout
+from meshweave.ops.factors import Dim, Linear, Rule, RuleBuilder, sums
+from meshweave.ops.pieces import GUARDED, OnPiece, PieceCall, guarded
+from meshweave.ops.registry import add, result_specs
 
 aten = torch.ops.aten
 
@@ -59,8 +61,21 @@ def _convolution_backward(node: fx.Node) -> Rule:
     return build.rule(operands, [dims], sums({0}, {2}) if to_input else sums({0}, {1}))
 
 
-add(aten.convolution.default, _convolution, localize="convolution")
-add(aten.convolution_backward.default, _convolution_backward, localize="convolution_backward")
+def _own_groups(call: PieceCall, operand: int, position: int) -> fx.Node | None:
+    """Argument `position` is the number of groups, into which the channels of `operand` are divided."""
+    groups, (spec, layout) = call.args[position], call.operand(operand)
+    if groups > 1 and call.is_cut(operand, 1):
+        cut = DimSharding(layout.dims[1].axes, max(layout.dims[1].unit // (spec.shape[1] // groups), 1))
+        groups = call.emit.extent((groups,), Layout(layout.mesh, (cut,)), 0)
+    return guarded(call, *call.args[:position], groups, *call.args[position + 1 :])
+
+
+add(aten.convolution.default, _convolution, on_piece=OnPiece(partial(_own_groups, operand=0, position=8)))
+add(
+    aten.convolution_backward.default,
+    _convolution_backward,
+    on_piece=OnPiece(partial(_own_groups, operand=1, position=9)),
+)
 
 
 def _planes(node: fx.Node, spatial: int, linear: tuple[Linear, ...] = ()) -> Rule:
@@ -72,17 +87,22 @@ def _planes(node: fx.Node, spatial: int, linear: tuple[Linear, ...] = ()) -> Rul
     return build.rule([build.dims_from(s, known) for s in tensors], results, linear)
 
 
+def _resized_backward(call: PieceCall) -> fx.Node | None:
+    """Backward of a resize: argument 2 is the shape of the result."""
+    return guarded(call, *call.args[:2], call.local_shape(), *call.args[3:])
+
+
 _LINEAR_IN_FIRST = sums({0})  # linear in operand 0: the values, or the gradient
 
 add(
     [aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default],
     partial(_planes, spatial=2),
-    localize="guarded",
+    on_piece=GUARDED,
 )
 add(
     [aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default],
     partial(_planes, spatial=3),
-    localize="guarded",
+    on_piece=GUARDED,
 )
 add(
     aten_ops(
@@ -90,7 +110,7 @@ add(
         "_upsample_nearest_exact1d upsample_linear1d"
     ),
     partial(_planes, spatial=1, linear=_LINEAR_IN_FIRST),
-    localize="guarded",
+    on_piece=GUARDED,
 )
 add(
     aten_ops(
@@ -101,7 +121,7 @@ add(
         "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
     ),
     partial(_planes, spatial=2, linear=_LINEAR_IN_FIRST),
-    localize="guarded",
+    on_piece=GUARDED,
 )
 add(
     aten_ops(
@@ -111,7 +131,7 @@ add(
         "_upsample_nearest_exact3d upsample_trilinear3d"
     ),
     partial(_planes, spatial=3, linear=_LINEAR_IN_FIRST),
-    localize="guarded",
+    on_piece=GUARDED,
 )
 for _spatial, _targets in {
     1: aten_ops("upsample_nearest1d_backward _upsample_nearest_exact1d_backward upsample_linear1d_backward"),
@@ -121,7 +141,7 @@ for _spatial, _targets in {
     ),
     3: aten_ops("upsample_nearest3d_backward _upsample_nearest_exact3d_backward upsample_trilinear3d_backward"),
 }.items():
-    add(_targets, partial(_planes, spatial=_spatial, linear=_LINEAR_IN_FIRST), localize="resized_backward")
+    add(_targets, partial(_planes, spatial=_spatial, linear=_LINEAR_IN_FIRST), on_piece=OnPiece(_resized_backward))
 
 
 def _windows(node: fx.Node, to_windows: bool) -> Rule:
@@ -137,8 +157,8 @@ def _windows(node: fx.Node, to_windows: bool) -> Rule:
     return build.rule([plane if to_windows else column], [column if to_windows else plane], _LINEAR_IN_FIRST)
 
 
-add(aten.im2col.default, partial(_windows, to_windows=True), localize="guarded")
-add(aten.col2im.default, partial(_windows, to_windows=False), localize="guarded")
+add(aten.im2col.default, partial(_windows, to_windows=True), on_piece=GUARDED)
+add(aten.col2im.default, partial(_windows, to_windows=False), on_piece=GUARDED)
 
 
 def _samples(build: RuleBuilder, image: Spec, grid: Spec) -> tuple[list[Dim], list[Dim], list[Dim]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.ir import local_ops
 from meshweave.ir.graph import argument, spec_of, tensor_inputs
 from meshweave.ir.ops import is_zeros
-from meshweave.sharding.factors import Dim, Rule, RuleBuilder, moved, sums
-from meshweave.sharding.registry import add
+from meshweave.ops.factors import Dim, Rule, RuleBuilder, moved, sums
+from meshweave.ops.pieces import OnPiece, PieceCall
+from meshweave.ops.registry import add
 
 aten = torch.ops.aten
 
@@ -36,8 +38,27 @@ def _embedding_backward(node: fx.Node) -> Rule:
     return build.rule([[*at, (h,)], at], [[(v,), (h,)]], sums({0}))
 
 
-add(aten.embedding.default, _embedding, localize="embedding")
-add(aten.embedding_dense_backward.default, _embedding_backward, localize="embedding_backward")
+def _embedding_of_piece(call: PieceCall) -> fx.Node | None:
+    return call.write_at(0, local_ops.embedding, *call.values)
+
+
+def _embedding_backward_of_piece(call: PieceCall) -> fx.Node | None:
+    if not call.layout.dims[0].axes:
+        return None
+    numbers = call.size(0), argument(call.node, 3, -1), call.start(0)
+    return call.write(local_ops.embedding_backward, *call.values, *numbers)
+
+
+add(
+    aten.embedding.default,
+    _embedding,
+    on_piece=OnPiece(_embedding_of_piece, in_chunks="index", looked_up=lambda node, rule: rule.operands[0][:1]),
+)
+add(
+    aten.embedding_dense_backward.default,
+    _embedding_backward,
+    on_piece=OnPiece(_embedding_backward_of_piece, in_chunks="index", looked_up=lambda node, rule: rule.results[0][:1]),
+)
 
 
 def _beside(build: RuleBuilder, x: Sequence[int], index: Sequence[int], dim: int) -> tuple[list[Dim], list[Dim]]:
@@ -102,13 +123,50 @@ def _index_select(node: fx.Node) -> Rule:
     return replace(rule, placed=frozenset(dims[dim]))
 
 
-add(aten.gather.default, _gather, localize="gather")
-add([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], _scatter, localize="scatter")
+def _dim_of(node: fx.Node) -> int:
+    """The dim of the first operand along which an op (x, dim, index) indexes."""
+    return int(argument(node, 1)) % max(len(spec_of(tensor_inputs(node)[0]).shape), 1)
+
+
+def _along(function: Any) -> Callable[[PieceCall], fx.Node | None]:
+    """gather and index_select: (x, dim, index)."""
+
+    def write(call: PieceCall) -> fx.Node | None:
+        dim = _dim_of(call.node)
+        return call.write_at(dim, function, call.values[0], dim, call.values[1])
+
+    return write
+
+
+def _scatter_to_piece(call: PieceCall) -> fx.Node | None:
+    dim, added = _dim_of(call.node), call.node.target is aten.scatter_add.default
+    return call.write_at(dim, local_ops.scatter, call.args[0], dim, *call.args[2:4], added)
+
+
+def _line(node: fx.Node, rule: Rule) -> Sequence[Dim]:
+    dim = _dim_of(node)
+    return rule.operands[0][dim : dim + 1]
+
+
+add(
+    aten.gather.default,
+    _gather,
+    on_piece=OnPiece(_along(local_ops.gather), in_chunks="index", looked_up=_line),
+)
+add(
+    [aten.scatter.value, aten.scatter.src, aten.scatter_add.default],
+    _scatter,
+    on_piece=OnPiece(_scatter_to_piece, in_chunks="index", looked_up=_line),
+)
 add(
     [aten.scatter.value_reduce, aten.scatter_reduce.two],
     partial(_scatter, whole=True),
 )
-add(aten.index_select.default, _index_select, localize="index_select")
+add(
+    aten.index_select.default,
+    _index_select,
+    on_piece=OnPiece(_along(local_ops.index_select), is_placed=False, in_chunks="index", looked_up=_line),
+)
 
 
 def _index_parts(indices: Sequence[Any], rank: int) -> tuple[list[int], int, bool]:
@@ -179,5 +237,24 @@ def _index_put(node: fx.Node) -> Rule:
     return rule if dim is None else replace(rule, placed=frozenset(dims[dim]))
 
 
-add([aten.index.Tensor, aten._unsafe_index.Tensor], _index, localize="index")
-add([aten.index_put.default, aten._unsafe_index_put.default], _index_put, localize="index_put")
+def _indexed_dims(node: fx.Node) -> list[int]:
+    return [d for d, index in enumerate(argument(node, 1)) if index is not None]
+
+
+def _rows_of_piece(call: PieceCall, function: Any) -> fx.Node | None:
+    """A lookup in the rows of a piece, or a sum into these; of several indexed dims none is cut."""
+    dim = _indexed_dims(call.node)[0]
+    rest = (call.args[1][dim], *call.args[2:3], call.operand(0)[0].shape[dim])
+    return call.write_at(dim, function, call.values[0], dim, *rest)
+
+
+def _indexed(node: fx.Node, rule: Rule) -> list[Dim]:
+    return [rule.operands[0][d] for d in _indexed_dims(node)]
+
+
+for _targets, _rule, _local in (
+    ([aten.index.Tensor, aten._unsafe_index.Tensor], _index, local_ops.index_rows),
+    ([aten.index_put.default, aten._unsafe_index_put.default], _index_put, local_ops.add_rows),
+):
+    _on_piece = OnPiece(partial(_rows_of_piece, function=_local), is_placed=False, looked_up=_indexed)
+    add(_targets, _rule, on_piece=_on_piece)

@@ -13,9 +13,9 @@ from torch import fx
 from meshweave.interop.ops import aten_ops
 from meshweave.ir import ops  # noqa: F401  (defines meshweave::attention)
 from meshweave.ir.graph import Spec, argument, named_argument, spec_of, tensor_inputs
-from meshweave.sharding import rules_linalg, rules_rows, rules_vision  # noqa: F401  (fill the table)
-from meshweave.sharding.factors import Dim, Linear, Rule, RuleBuilder, sums
-from meshweave.sharding.registry import RuleFunction, add, pointwise, result_specs
+from meshweave.ops.factors import Dim, Linear, Rule, RuleBuilder, sums
+from meshweave.ops.pieces import GUARDED, OnPiece, PieceCall
+from meshweave.ops.registry import RuleFunction, add, pointwise, result_specs
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -201,7 +201,7 @@ def _spectrum(node: fx.Node) -> Rule:
 
 add(aten._cdist_forward.default, _distances)
 add(aten._cdist_backward.default, _distances_backward)
-add([aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default], _spectrum, localize="guarded")
+add([aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default], _spectrum, on_piece=GUARDED)
 
 
 def _heads(build: RuleBuilder, q: Spec, k: Spec) -> tuple[int, tuple[int, ...], int]:
@@ -267,5 +267,23 @@ def _contract(node: fx.Node) -> Rule:
 
 
 add(ours.contract.default, _contract)
-add(ours.attention.default, _attention, localize="attention")
-add(ours.attention_backward.default, _attention_backward, localize="attention")
+
+
+def _attention_of_piece(call: PieceCall, query: int, causal_at: int) -> fx.Node | None:
+    """If queries are cut, a causal mask depends on the position of the first query."""
+    if not call.args[causal_at] or not call.is_cut(query, 2):
+        return None
+    at = causal_at + 2  # of `first_query`
+    return call.same_op(*call.args[:at], call.start_of(query, 2), *call.args[at + 1 :])
+
+
+add(
+    ours.attention.default,
+    _attention,
+    on_piece=OnPiece(partial(_attention_of_piece, query=0, causal_at=4)),
+)
+add(
+    ours.attention_backward.default,
+    _attention_backward,
+    on_piece=OnPiece(partial(_attention_of_piece, query=1, causal_at=7)),
+)

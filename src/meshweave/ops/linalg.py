@@ -12,9 +12,8 @@ from torch import fx
 from meshweave.hardware.work import Matmul
 from meshweave.ir.graph import spec_of, tensor_inputs
 from meshweave.ir.values import Value
-from meshweave.sharding.factors import Dim, Rule, RuleBuilder
-from meshweave.sharding.registry import add, result_specs
-from meshweave.simulate.classify import set_cost
+from meshweave.ops.factors import Dim, Rule, RuleBuilder
+from meshweave.ops.registry import add, result_specs
 
 aten = torch.ops.aten
 
@@ -76,5 +75,4 @@ def _work(node: fx.Node, operands: Sequence[Value], results: Sequence[Value]) ->
 
 
 for _target, _cores in _CORES.items():
-    add(_target, partial(_of_matrices, cores=_cores))
-    set_cost(_target, _work)
+    add(_target, partial(_of_matrices, cores=_cores), cost=_work)
