@@ -109,6 +109,8 @@ PRODUCTS = [
     sample(ours.matmul.default, F(2, 3, 5, 4), F(2, 3, 4, 5)),
     made(ours.grouped_mm.default, lambda g: (F(7, 4).make(g), F(3, 4, 5).make(g), ENDS), exact=True),
     made(ours.leave_rows.default, lambda g: (F(2, 7).make(g)[:, :6], ENDS[1:], 1), exact=True),
+    made(ours.enter_rows.default, lambda g: (F(2, 6).make(g), ENDS, 1), exact=True),
+    made(ours.enter_rows.default, lambda g: (F(12, 2).make(g), BLOCK_ENDS, 0), exact=True),
     made(ours.grouped_outer.default, lambda g: (F(7, 4).make(g), F(7, 5).make(g), ENDS), exact=True),
     made(ours.row_owners.default, lambda g: (ENDS, 7, [4, 7], [1, 3], [0, 1, 2, 3]), exact=True),
     sample(ours.row_readers.default, I(6, 2, high=3), I(6, high=5), 3, 5, 1),
