@@ -280,10 +280,10 @@ def _attention_of_piece(call: PieceCall, query: int, causal_at: int) -> fx.Node 
 add(
     ours.attention.default,
     _attention,
-    on_piece=OnPiece(partial(_attention_of_piece, query=0, causal_at=4)),
+    on_piece=OnPiece(partial(_attention_of_piece, query=0, causal_at=4), in_chunks="batch"),
 )
 add(
     ours.attention_backward.default,
     _attention_backward,
-    on_piece=OnPiece(partial(_attention_of_piece, query=1, causal_at=7)),
+    on_piece=OnPiece(partial(_attention_of_piece, query=1, causal_at=7), in_chunks="batch"),
 )

@@ -79,13 +79,15 @@ class OnPiece:
 
     `write` writes the call; None: the op runs as it is. `is_placed`: the call depends on which rows a device has, so
     that each needs all rows of its piece; an op with tables of indices says in its rule along which factors
-    (`Rule.placed`). `in_chunks`: whether chunks of rows may run it as it is: along any dim, along those of its index,
-    or not. `is_ordered`: its result depends on the order of rows. `looked_up`: dims that it indexes, to read or write.
+    (`Rule.placed`). `in_chunks`: whether chunks of rows may run it as it is: along any dim, those of its index, its
+    first dim, or none. `shape_at`: the argument that is the shape of the result, -1 without. `is_ordered`: its result
+    depends on the order of rows. `looked_up`: dims that it indexes, to read or write.
     """
 
     write: Callable[[PieceCall], fx.Node | None]
     is_placed: bool = True
-    in_chunks: Literal["any", "index", ""] = ""
+    in_chunks: Literal["any", "index", "batch", ""] = ""
+    shape_at: int = -1
     is_ordered: bool = False
     looked_up: Callable[[fx.Node, Rule], Iterable[Dim]] = lambda node, rule: ()
 

@@ -89,7 +89,7 @@ def _to_local_shape(call: PieceCall) -> fx.Node:
     return call.write(aten.reshape.default, call.args[0], shape)
 
 
-_SHAPED = OnPiece(_to_local_shape, is_placed=False, in_chunks="any")
+_SHAPED = OnPiece(_to_local_shape, is_placed=False, in_chunks="any", shape_at=1)
 add(aten.view.default, _view, on_piece=_SHAPED)
 add(aten.permute.default, _permute)
 add(aten.expand.default, _expand, on_piece=_SHAPED)
@@ -307,6 +307,6 @@ def _random(call: PieceCall) -> fx.Node:
     return call.same_op(*call.args[:3], list(call.shape), offsets, call.local_shape(), *call.args[6:])
 
 
-add(aten.full.default, _factory, on_piece=OnPiece(_full, in_chunks="any"))
+add(aten.full.default, _factory, on_piece=OnPiece(_full, in_chunks="any", shape_at=0))
 add(aten.arange.start_step, _factory, on_piece=OnPiece(_arange, is_ordered=True))
 add([ours.uniform.default, ours.chance.default], _factory, on_piece=OnPiece(_random, is_ordered=True))

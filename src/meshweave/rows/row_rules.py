@@ -17,6 +17,7 @@ from meshweave.ir.collectives import OURS, WAIT, communicates
 from meshweave.ir.graph import Spec, argument, spec_of, tensor_inputs
 from meshweave.ir.traits import RANK_CHANGES, RESHAPES, is_random, names_of
 from meshweave.ops.factors import Dim, Dims, Rule, RuleBuilder
+from meshweave.ops.pieces import AS_IT_IS, OnPiece
 from meshweave.ops.registry import RuleFunction, pointwise, result_specs, row_for
 from meshweave.rows.orders import rule_in_order
 from meshweave.rows.row_rule import Combine, End, RowRule
@@ -264,18 +265,9 @@ def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowRule:
     """A factor is cut where it is alone in a dim; results that lack it are combined."""
     if None in specs_of(node):
         raise NoCut("some of its results are not tensors")
-    rule, in_chunks = _rule(node)
-    return _by_factors(node, end, cut, rule, in_chunks)
-
-
-def _own_attention(node: fx.Node, end: End, cut: Cut) -> RowRule:
-    """meshweave's attention; sequences of the batch are independent: their positions begin at the same index."""
-    if cut.dim:
+    rule, on_piece = _rule(node)
+    if on_piece.in_chunks == "batch" and cut.dim:
         raise NoCut("attention can be cut only along its batch")
-    return _by_factors(node, end, cut, row_for(node).rule(node), "any")
-
-
-def _by_factors(node: fx.Node, end: End, cut: Cut, rule: Rule, in_chunks: str) -> RowRule:
     dims = (rule.results if end.is_result else rule.operands)[end.index]
     factors = [f for f in dims[cut.dim] if rule.sizes[f] > 1]
     if len(factors) != 1:
@@ -283,24 +275,23 @@ def _by_factors(node: fx.Node, end: End, cut: Cut, rule: Rule, in_chunks: str) -
     factor = factors[0]
     if factor in rule.whole:
         raise NoCut(f"it works along the whole of dim {cut.dim}")
-    if in_chunks == "index" and not any(factor in dim for dim in rule.operands[1]):
+    if on_piece.in_chunks == "index" and not any(factor in dim for dim in rule.operands[1]):
         raise NoCut("the rows are the dim that its indices refer to")
     results = tuple(_cut_of(rule, dims, factor, cut) or rule.reduce_op(factor) for dims in rule.results)
-    shape_at = _SHAPE_AT.get(node.target, -1)  # type: ignore[call-overload]
     operands = tuple(_cut_of(rule, dims, factor, cut) for dims in rule.operands)
     if node.target in PRODUCTS and "sum" in results and any(node.kwargs.get(k, 1) != 1 for k in ("alpha", "beta")):
         raise NoCut("the addend of its product is scaled")
-    return RowRule(operands, results, shape_at)  # type: ignore[arg-type]
+    return RowRule(operands, results, on_piece.shape_at)  # type: ignore[arg-type]
 
 
-def _rule(node: fx.Node) -> tuple[Rule, str]:
+def _rule(node: fx.Node) -> tuple[Rule, OnPiece]:
     try:
         if node.target in RULES:
-            return RULES[node.target](node), "any"
-        row = row_for(node)
-        if not row.on_piece.in_chunks:
+            return RULES[node.target](node), AS_IT_IS
+        op = row_for(node)
+        if not op.on_piece.in_chunks:
             raise NoCut("its result on a part depends on the position of the part")
-        return row.rule(node), row.on_piece.in_chunks
+        return op.rule(node), op.on_piece
     except RuleError as error:
         raise NoCut(error.what) from error
 
@@ -323,7 +314,6 @@ PRODUCTS: Mapping[Any, Any] = {
     aten.bmm.default: aten.baddbmm.default,
     aten.baddbmm.default: aten.baddbmm.default,
 }
-_SHAPE_AT = {aten.expand.default: 1, aten.full.default: 0}
 WayOf = Callable[[fx.Node, End, Cut], RowRule]
 _ACCUMULATING = ("index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate")
 
@@ -335,7 +325,6 @@ def _table() -> Mapping[Any, WayOf]:
         **{row.op: _BY_BLOCKS[row.blocks] for row in OURS if row.may_cut},
         WAIT: _same,
         **LOCAL,
-        **dict.fromkeys((ours.attention.default, ours.attention_backward.default), _own_attention),
         **dict.fromkeys(RESHAPES | RANK_CHANGES, _view),
         **{getattr(aten, name).default: rule for name, rule in named.items() if hasattr(aten, name)},
     }
