@@ -37,6 +37,7 @@ class Value:
     low: int = -4
     high: int = 5
     real: bool = False
+    is_zeros: bool = False
 
     def make(self, generator: torch.Generator) -> Tensor:
         if self.real:
@@ -66,6 +67,11 @@ def I(*shape: int, high: int = 5, low: int = 0, dtype: torch.dtype = torch.int64
 
 def B(*shape: int) -> Value:
     return Value(shape, torch.bool, 0, 2)
+
+
+def Z(*shape: int) -> Value:
+    """Zeros that a node of the graph makes, which rules may ask for."""
+    return Value(shape, torch.float32, 0, 1, is_zeros=True)
 
 
 Made = Callable[[torch.Generator], Sequence[Any]]
@@ -125,13 +131,16 @@ def build_case(item: Sample, seed: int = 0) -> Case:
     def enter(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(enter(v) for v in value)
+        is_zeros = isinstance(value, Value) and value.is_zeros
         if isinstance(value, Value):
             value = value.make(generator)
         if not isinstance(value, Tensor):
             return value
-        node = graph.placeholder(f"x{len(operands)}")
+        full = torch.ops.aten.full.default, (list(value.shape), 0), {"dtype": value.dtype}
+        node = graph.call_function(*full) if is_zeros else graph.placeholder(f"x{len(operands)}")
         node.meta.update(spec=Spec(tuple(value.shape), value.dtype), origin=Origin("forward"))
-        inputs.append(Input("batch", node.name, node.meta["spec"]))
+        if not is_zeros:
+            inputs.append(Input("batch", node.name, node.meta["spec"]))
         operands.append(value)
         return node
 
@@ -215,7 +224,9 @@ def run_sharded(case: Case, option: Assignment, seed: int = 1) -> list[list[Tens
     compiled = compile_tasks(rank, torch.device("cpu"))
     envs = [environment(compiled, device) for device in mesh.devices]
     generator = torch.Generator().manual_seed(seed)
-    for slot, value, layout in zip(compiled.inputs, case.operands, option.operands, strict=True):
+    given = zip(tensor_inputs(case.node), case.operands, option.operands, strict=True)
+    inputs = [(value, layout) for node, value, layout in given if node.op == "placeholder"]
+    for slot, (value, layout) in zip(compiled.inputs, inputs, strict=True):
         pieces = zip(mesh.devices, pieces_of(value, layout, generator), strict=True)
         for env, (device, piece) in zip(envs, pieces, strict=True):
             ends = ends_on(case, option, device)
@@ -245,7 +256,7 @@ def _no_move(*_: Any) -> Any:
 
 
 def _place(case: Case, option: Assignment) -> None:
-    for node, layout in zip(case.step.placeholders, option.operands, strict=True):
+    for node, layout in zip(tensor_inputs(case.node), option.operands, strict=True):
         node.meta["layout"] = layout
     rest = iter(option.results)
     layouts = [None if n is None else next(rest) for n in case.items]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.sharding.conformance import B, F, I, P, R, made, sample
+from tests.sharding.conformance import B, F, I, P, R, Z, made, sample
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -90,7 +90,7 @@ def _put(is_added: bool) -> Any:
     """Rows that are added to zeros, or written to distinct places."""
 
     def build(g: torch.Generator) -> tuple[Any, ...]:
-        x = torch.full((18, 4), 0.0) if is_added else F(18, 4).make(g)
+        x = Z(18, 4) if is_added else F(18, 4)
         at = _in_blocks(g, 3) if is_added else torch.arange(18).view(6, 3)[:, 1:].flip(1).reshape(-1)
         return x, at, F(12, 4).make(g), is_added, 6
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tests.sharding.conformance import B, F, I, R, made, sample
+from tests.sharding.conformance import B, F, I, R, Z, made, sample
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -153,6 +153,9 @@ INDEXING = [
     sample(aten.index_put.default, F(5, 4), [I(3, high=5)], F()),
     sample(aten.index_put.default, F(5, 4, 3), [I(2, high=5), None, I(2, high=3)], F(2, 4), True),
     sample(aten._unsafe_index_put.default, F(5, 4), [I(3, high=5)], F(4), True),
+    sample(aten.index_put.default, Z(5, 4), [I(6, low=-5, high=5)], F(6, 4), True),
+    sample(aten._unsafe_index_put.default, Z(5, 4), [None, I(6, high=4)], F(5, 6), True),
+    sample(aten._unsafe_index.Tensor, F(5, 4), [None, I(6, high=4)]),
 ]
 
 FACTORIES = [

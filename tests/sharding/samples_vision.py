@@ -45,9 +45,9 @@ CONVOLUTIONS = [
 ]
 
 PLANES = [
-    sample(aten._adaptive_avg_pool2d.default, F(3, 5, 4, 4), [2, 2]),
-    sample(aten.adaptive_max_pool2d.default, R(3, 5, 4, 4), [2, 2]),
-    sample(aten.adaptive_max_pool2d_backward.default, F(3, 5, 2, 2), F(3, 5, 4, 4), I(3, 5, 2, 2, high=16)),
+    sample(aten._adaptive_avg_pool2d.default, F(3, 2, 4, 4), [2, 2]),
+    sample(aten.adaptive_max_pool2d.default, R(3, 2, 4, 4), [2, 2]),
+    sample(aten.adaptive_max_pool2d_backward.default, F(3, 2, 2, 2), F(3, 2, 4, 4), I(3, 2, 2, 2, high=16)),
     sample(aten.max_pool3d_with_indices.default, R(3, 2, 4, 4, 4), [2, 2, 2], [2, 2, 2]),
     sample(
         aten.max_pool3d_with_indices_backward.default,
@@ -75,21 +75,21 @@ PLANES = [
     sample(aten._adaptive_avg_pool3d.default, F(3, 2, 4, 4, 4), [2, 2, 2]),
     sample(aten._adaptive_avg_pool3d_backward.default, F(3, 2, 2, 2, 2), F(3, 2, 4, 4, 4)),
     sample(aten.max_pool2d_with_indices.default, R(5, 4, 4), [2, 2], [2, 2]),
-    sample(aten.max_pool2d_with_indices.default, R(3, 5, 4, 4), [2, 2], [2, 2]),
+    sample(aten.max_pool2d_with_indices.default, R(3, 2, 4, 4), [2, 2], [2, 2]),
     sample(
         aten.max_pool2d_with_indices_backward.default,
-        F(3, 5, 2, 2),
-        F(3, 5, 4, 4),
+        F(3, 2, 2, 2),
+        F(3, 2, 4, 4),
         [2, 2],
         [2, 2],
         [0, 0],
         [1, 1],
         False,
-        I(3, 5, 2, 2, high=16),
+        I(3, 2, 2, 2, high=16),
     ),
-    sample(aten.avg_pool2d.default, F(3, 5, 4, 4), [2, 2], [2, 2]),
-    sample(aten.avg_pool2d_backward.default, F(3, 5, 2, 2), F(3, 5, 4, 4), [2, 2], [2, 2], [0, 0], False, True, None),
-    sample(aten._adaptive_avg_pool2d_backward.default, F(3, 5, 2, 2), F(3, 5, 4, 4)),
+    sample(aten.avg_pool2d.default, F(3, 2, 4, 4), [2, 2], [2, 2]),
+    sample(aten.avg_pool2d_backward.default, F(3, 2, 2, 2), F(3, 2, 4, 4), [2, 2], [2, 2], [0, 0], False, True, None),
+    sample(aten._adaptive_avg_pool2d_backward.default, F(3, 2, 2, 2), F(3, 2, 4, 4)),
     sample(aten.upsample_nearest2d.vec, F(3, 2, 2, 3), None, [2.0, 2.0]),
     sample(aten.upsample_bilinear2d.vec, F(3, 2, 2, 3), [4, 6], False, None, exact=False),
     sample(aten.upsample_nearest2d.default, F(3, 2, 2, 3), [4, 6]),
@@ -103,7 +103,7 @@ def _pads() -> list[Sample]:
     """Reflection and replication of 1, 2 and 3 dims, forwards and backwards."""
     found = []
     for rank in (1, 2, 3):
-        inner, outer, pad = (3, 5, *[4] * rank), (3, 5, *[6] * rank), [1, 1] * rank
+        inner, outer, pad = (3, 2, *[4] * rank), (3, 2, *[6] * rank), [1, 1] * rank
         for kind in ("reflection", "replication"):
             forward, backward = getattr(aten, f"{kind}_pad{rank}d"), getattr(aten, f"{kind}_pad{rank}d_backward")
             found += [sample(forward.default, F(*inner), pad), sample(backward.default, F(*outer), F(*inner), pad)]
@@ -120,7 +120,7 @@ def _resizes() -> list[Sample]:
     }
     found = []
     for rank, names in kinds.items():
-        small, large = (3, 5, *[3] * rank), (3, 5, *[6] * rank)
+        small, large = (3, 2, *[3] * rank), (3, 2, *[6] * rank)
         for name in names:
             full = name if name.endswith("_aa") else f"{name}{rank}d"
             extra = corners.get(name, [False])
@@ -134,14 +134,14 @@ def _resizes() -> list[Sample]:
 
 
 WINDOWS = [
-    sample(aten.im2col.default, F(3, 5, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2]),
+    sample(aten.im2col.default, F(3, 2, 4, 4), [2, 2], [1, 1], [0, 0], [2, 2]),
     sample(aten.im2col.default, F(2, 3, 4, 4), [3, 3], [1, 1], [1, 1], [1, 1]),
     sample(aten.col2im.default, F(3, 20, 4), [4, 4], [2, 2], [1, 1], [0, 0], [2, 2]),
-    sample(aten.grid_sampler_2d.default, F(3, 5, 4, 4), R(3, 2, 5, 2, low=-1, high=1), 0, 0, False, exact=False),
+    sample(aten.grid_sampler_2d.default, F(3, 2, 4, 4), R(3, 2, 5, 2, low=-1, high=1), 0, 0, False, exact=False),
     sample(
         aten.grid_sampler_2d_backward.default,
-        F(3, 5, 2, 5),
-        F(3, 5, 4, 4),
+        F(3, 2, 2, 5),
+        F(3, 2, 4, 4),
         R(3, 2, 5, 2, low=-1, high=1),
         0,
         0,
