@@ -168,8 +168,8 @@ FACTORIES = [
     sample(ours.uniform.default, I(high=9), 3, 4, [5, 6], [0, 0], [5, 6]),
     sample(ours.uniform.default, I(high=9), 3, 4, [3, 2, 5], [0, 0, 0], [3, 2, 5]),
     sample(ours.uniform.default, I(high=9), 3, 4, [], [], []),
-    sample(ours.chance.default, I(high=9), 3, 4, [5, 6], [0, 0], [5, 6], 0.5),
-    sample(ours.chance.default, I(high=9), 3, 4, [3, 2, 5], [0, 0, 0], [3, 2, 5], 0.001),
+    sample(ours.chance.default, I(high=9), 3, 4, [5, 6], [0, 0], [5, 6], 0.001),
+    sample(ours.chance.default, I(high=9), 3, 4, [3, 2, 5], [0, 0, 0], [3, 2, 5], 0.5),
 ]
 
 SHAPE = [*VIEWS, *STRETCHES, *REDUCTIONS, *INDEXING, *FACTORIES]
