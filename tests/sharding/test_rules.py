@@ -17,7 +17,7 @@ from tests.sharding.samples_vision import VISION
 from meshweave.ir.graph import op_name, tensor_inputs
 from meshweave.ops.factors import rule_from_text, sums
 from meshweave.ops.registry import POINTWISE as POINTWISE_ROW
-from meshweave.ops.registry import TABLE, Op, RuleFunction, row_for
+from meshweave.ops.registry import TABLE, OpRecord, RuleFunction, row_for
 
 aten = torch.ops.aten
 SAMPLES = [*DENSE, *LINALG, *WHOLE, *SHAPE, *VISION, *POINTWISE]
@@ -124,7 +124,7 @@ def test_number_of_choices(item: Sample, expected: int) -> None:
 def test_the_harness_catches_a_wrong_rule(
     text: str, linear: tuple[int, ...], item: Sample, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TABLE, item.target, Op(_of_text(text, linear)))
+    monkeypatch.setitem(TABLE, item.target, OpRecord(_of_text(text, linear)))
     case = build_case(item)
     with pytest.raises(AssertionError):
         _check_all(case)

@@ -24,7 +24,7 @@ Cost = Callable[[fx.Node, Sequence[Value], Sequence[Value]], Work | tuple[Work, 
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class OpRecord:
     """The record of an op: its sharding rule, how it runs on pieces, and its cost (a kind of memory work, or a
     function; "" if `ir.traits` has its kind). `registered`: what a user registered, as text; None for a function, ""
     for an op of meshweave."""
@@ -35,7 +35,7 @@ class Op:
     cost: str | Cost = ""
 
 
-TABLE: dict[Any, Op] = {}
+TABLE: dict[Any, OpRecord] = {}
 
 
 def _placed(rule: RuleFunction, node: fx.Node) -> Rule:
@@ -52,13 +52,13 @@ def add(
     linear: tuple[Linear, ...] = (),
     cost: str | Cost = "",
 ) -> None:
-    """Add a record for each target. A rule is a factor text or a function of the node; `cost` as in `Op`."""
+    """Add a record for each target. A rule is a factor text or a function of the node; `cost` as in `OpRecord`."""
     function = rule if callable(rule) else _text_rule(rule, linear)
     if on_piece.is_placed:
         function = partial(_placed, function)
     for target in targets if isinstance(targets, (list, tuple, set)) else [targets]:
         assert target not in TABLE, f"{op_name(target)} has two rows"
-        TABLE[target] = Op(function, on_piece, cost=cost)
+        TABLE[target] = OpRecord(function, on_piece, cost=cost)
 
 
 def register_rule(
@@ -93,7 +93,7 @@ def register_rule(
             expected=f"{', '.join(KINDS)}, or a function (node, operands, results) -> work",
         )
     registered = None if callable(rule) or callable(cost) else f"{rule}, {linear}, {cost}"
-    TABLE[target] = Op(rule if callable(rule) else _text_rule(rule, modes), registered=registered, cost=cost)
+    TABLE[target] = OpRecord(rule if callable(rule) else _text_rule(rule, modes), registered=registered, cost=cost)
     if backward is None:
         return
     if callable(rule):
@@ -107,7 +107,7 @@ def register_rule(
     gradients = frozenset(range(len(results.split(","))))
     written = _text_rule(f"{results},{operands}->{operands}", (Linear(gradients),))
     backward_text = None if registered is None else f"backward of {registered}"
-    TABLE[backward] = Op(written, registered=backward_text, cost=cost)
+    TABLE[backward] = OpRecord(written, registered=backward_text, cost=cost)
 
 
 def registrations() -> tuple[str | None, ...]:
@@ -152,7 +152,7 @@ def result_specs(node: fx.Node) -> list[Spec]:
     return [spec]
 
 
-def row_for(node: fx.Node) -> Op:
+def row_for(node: fx.Node) -> OpRecord:
     """The row of a node's op. An unknown op is a RuleError with the op, its line and the registration to write."""
     row = TABLE.get(node.target)
     if row is None and is_pointwise(node.target):
@@ -180,7 +180,7 @@ def pointwise(node: fx.Node, linear: tuple[Linear, ...] = ()) -> Rule:
     return build.rule([build.broadcast(n.meta["spec"].shape, dims) for n in tensor_inputs(node)], [dims], linear)
 
 
-POINTWISE = Op(pointwise)
+POINTWISE = OpRecord(pointwise)
 
 
 def _whole_text(specs: Sequence[Spec], letters: str) -> str:
