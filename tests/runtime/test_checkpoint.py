@@ -321,6 +321,15 @@ def test_damage_is_an_error(path: Path, name: str) -> None:
         load(path, views(SQUARE))
 
 
+def test_a_checkpoint_of_format_1_loads(path: Path) -> None:
+    save(path, views(LINE), INFO)
+    edit("version", 1)(path)
+    edit("files", {"__0_0.distcp": (path / "__0_0.distcp").stat().st_size})(path)
+    wanted = views(SQUARE, filled=False)
+    assert load(path, wanted) == INFO
+    check(wanted)
+
+
 def test_nothing_and_not_a_directory_are_errors(path: Path) -> None:
     save(path, views(LINE), INFO)
     with pytest.raises(CheckpointError, match=r"no checkpoint at this path\n.*step-21\n  expected: step-12"):
