@@ -31,11 +31,11 @@ def test_a_role_has_parts_and_comes_back_as_it_was(role: RankGraph) -> None:
     form = form_of(role)
     program = form.program({}, (), with_uneven=True)
     assert role.text() == before
-    assert [fence.gathers_pass for fence in program.fences] == [True, False]  # backward, update
+    assert list(program.fences.values()) == [True, False]  # backward, update
     position = {node: i for i, node in enumerate(program.graph.nodes)}
     for node, own in form.nodes.items():
         if node.op == "call_function" and node.target in STARTS and origin_of(node).phase == "forward":
-            assert position[own] < position[program.fences[0].node]
+            assert position[own] < position[next(iter(program.fences))]
             mesh, axes = program.group_of(own)
             assert [mesh.size(axis) for axis in axes] == [4]
     assert program.is_whole

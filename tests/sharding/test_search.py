@@ -18,7 +18,7 @@ from meshweave.sharding.assign import cheapest
 from meshweave.sharding.place import place
 from meshweave.sharding.plans import Plan, Resolved
 from meshweave.sharding.resolve import resolve
-from meshweave.sharding.search import Twins, twins
+from meshweave.sharding.search import twins
 
 
 class MLP(nn.Module):
@@ -79,22 +79,22 @@ def test_layers_that_repeat_are_decided_together() -> None:
 def test_twins_are_modules_of_the_same_place_and_shape() -> None:
     model = Deep(2)
     assert twins(model, Resolved(), "tp") == [
-        Twins(("layers.0.up", "layers.1.up")),
-        Twins(("layers.0.down", "layers.1.down")),
-        Twins(("head",)),
+        ("layers.0.up", "layers.1.up"),
+        ("layers.0.down", "layers.1.down"),
+        ("head",),
     ]
     model.layers[1] = MLP(8, 12)
     assert twins(model, Resolved(), "tp") == [
-        Twins((name,)) for name in ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head")
+        (name,) for name in ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head")
     ]
-    assert twins(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Resolved(), "tp") == [Twins(("0",)), Twins(("1",))]
+    assert twins(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Resolved(), "tp") == [("0",), ("1",)]
 
 
 def test_what_the_plan_says_is_left_out_of_the_search() -> None:
     model = Deep(2)
     mesh = Mesh("tp=2")
     resolved = resolve(Plan.tp("tp", {"layers.0.up": "rowwise", "head": "replicate"}), model, mesh)
-    assert [t.modules for t in twins(model, resolved, "tp")] == [("layers.0.down", "layers.1.down"), ("layers.1.up",)]
+    assert twins(model, resolved, "tp") == [("layers.0.down", "layers.1.down"), ("layers.1.up",)]
     step = compiled(model, plan=Plan.tp("tp", {"layers.*.up": "rowwise"}) + Plan.auto_tp("tp"))
     assert used(step)["layers.0.up.weight"] == used(step)["layers.1.up.weight"] == "[{}, {tp}]"
 
@@ -110,7 +110,7 @@ def test_a_weight_that_is_tied_is_decided_once() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.out(self.embed(tokens))
 
-    assert [t.modules for t in twins(Tied(), Resolved(), "tp")] == [("embed",)]
+    assert twins(Tied(), Resolved(), "tp") == [("embed",)]
     model = Tied()
     example = {"tokens": torch.arange(4), "y": torch.zeros(4, 8)}
     step = mw.compile(model, loss=mse, example=example, optimizer=sgd(model.parameters()), mesh="tp=2")

@@ -26,33 +26,25 @@ Group = tuple[Mesh, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
-    """Where a part of the step begins: its node comes after all nodes of the part before it. `gathers_pass`:
-    communications that depend only on inputs may start before it."""
-
-    node: fx.Node
-    gathers_pass: bool
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceProgram:
     """A graph of ATen ops, functional collectives and transfers, and its properties.
 
     values: the values of every node. group_of: the group of a start; raises MeshweaveError if it is unknown.
-    is_releasable: of an input, whether its memory is free after its last use. fences: where parts of a step begin, in
-    order; none for a graph without parts. uneven: nodes whose shapes differ between devices, with the dims that differ.
-    is_whole: nothing else lives on the device while it runs. checks_groups: the caller has named groups, so all must be
-    known. sources: inputs that outlive the graph, or may, such as parameters. refused: for a start, why it must not be
-    changed, whatever the costs; "" if it may be. symbols: the numbers of symbolic nodes on the device that `values` are
-    of. batch: inputs whose first dim are rows of the batch; None if unknown. queues: starts that keep their order in a
-    queue of this name. dropped: numbers of outputs that nobody reads.
+    is_releasable: of an input, whether its memory is free after its last use. fences: nodes that come after all nodes
+    of the part of a step before them, in order, each with whether communications that depend only on inputs may start
+    before it; none for a graph without parts. uneven: nodes whose shapes differ between devices, with the dims that
+    differ. is_whole: nothing else lives on the device while it runs. checks_groups: the caller has named groups, so all
+    must be known. sources: inputs that outlive the graph, or may, such as parameters. refused: for a start, why it must
+    not be changed, whatever the costs; "" if it may be. symbols: the numbers of symbolic nodes on the device that
+    `values` are of. batch: inputs whose first dim are rows of the batch; None if unknown. queues: starts that keep
+    their order in a queue of this name. dropped: numbers of outputs that nobody reads.
     """
 
     graph: fx.Graph
     values: Mapping[fx.Node, Values]
     group_of: Callable[[fx.Node], Group]
     is_releasable: Callable[[fx.Node], bool]
-    fences: tuple[Fence, ...] = ()
+    fences: Mapping[fx.Node, bool] = field(default_factory=dict)
     uneven: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
     is_whole: bool = False
     checks_groups: bool = False

@@ -387,7 +387,8 @@ def read_problem(program: DeviceProgram, priced_views: Collection[Any] = ()) -> 
     VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used before its
     wait, and for a buffer that is accessed while a communication is in flight."""
     reading = _GraphReader(Reading(program), priced_views).run()
-    hold_fences(reading.problem, [(reading.nodes.index(fence.node), fence.gathers_pass) for fence in program.fences])
+    fences = [(reading.nodes.index(node), gathers_pass) for node, gathers_pass in program.fences.items()]
+    hold_fences(reading.problem, fences)
     return reading
 
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 from torch import fx
 
 from meshweave.ir.collectives import STARTS, WAIT, transfer
-from meshweave.ir.device_program import DeviceProgram, Fence
+from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import copied_graph, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import NOTHING, local_values, uneven_dims
@@ -53,7 +53,7 @@ class RoleForm:
             local.values | dict.fromkeys(self.fences.values(), NOTHING),
             lambda start: self.copy.group_axes(str(start.args[-1])),
             self._releasable(),
-            tuple(Fence(self.fences[phase], phase == "backward") for phase in _BEFORE if phase in self.fences),
+            {self.fences[phase]: phase == "backward" for phase in _BEFORE if phase in self.fences},
             uneven,
             is_whole=True,
             queues=queues,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import inf
 
@@ -18,13 +18,8 @@ from meshweave.sharding.assign import Price
 from meshweave.sharding.plans import Resolved
 from meshweave.sharding.styles import apply_style, style_dims
 
-
-@dataclass(frozen=True, slots=True)
-class Twins:
-    """Modules of the same place in repeated layers (twins), which are decided together. Neighbours in a list are not
-    twins."""
-
-    modules: tuple[str, ...]
+# Modules of the same place in repeated layers, which are decided together. Neighbours in a list are not twins.
+Twins = tuple[str, ...]
 
 
 def twins(model: nn.Module, resolved: Resolved, axis: str) -> list[Twins]:
@@ -38,7 +33,7 @@ def twins(model: nn.Module, resolved: Resolved, axis: str) -> list[Twins]:
         if style_dims(module) is not None and not decided and all(canonical[id(p)].startswith(name) for _, p in params):
             key = re.sub(r"\b\d+\.", "*.", name) + f"/{tuple(p.shape for _, p in params)}"
             groups.setdefault(key, []).append(name)
-    return [Twins(tuple(names)) for names in groups.values()]
+    return list(map(tuple, groups.values()))
 
 
 def choose_tp(
@@ -76,6 +71,6 @@ def _styled(
     """The plan with a style for each group."""
     copy = replace(resolved, shards={n: dict(v) for n, v in resolved.shards.items()}, pins=list(resolved.pins))
     for group, style in zip(groups, styles, strict=True):
-        for name in group.modules:
+        for name in group:
             apply_style(copy, model, name, style, axis, "the automatic choice")
     return copy
