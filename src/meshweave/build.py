@@ -42,7 +42,7 @@ from meshweave.sharding.hooks import pinning
 from meshweave.sharding.mapping import Homes, axes_of_operators, map_devices
 from meshweave.sharding.place import place
 from meshweave.sharding.plans import Plan, Resolved
-from meshweave.sharding.rates import rates_of
+from meshweave.sharding.rates import Rates, rates_of
 from meshweave.sharding.resolve import check_axes, resolve, usual_stages
 from meshweave.sharding.search import choose_tp
 from meshweave.sharding.sequences import keep_sequences_apart
@@ -148,17 +148,19 @@ class _PlacementStage:
     room: int | None
     planner: PlanMove = field(init=False)
     price: Price = field(init=False)
+    rates: Rates = field(init=False)
     decided: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.planner = _planner(self.costs, self.room)
         self.price = move_price(self.planner)
+        self.rates = rates_of(self.costs)
 
     def homes(self, step: StepGraph, resolved: Resolved) -> Homes:
         return map_devices(step, resolved.homes, self.mesh)
 
     def place(self, step: StepGraph, placement: Placement) -> StepGraph:
-        return place(step, placement, price=self.price, rates=rates_of(self.costs), decided=self.decided)
+        return place(step, placement, price=self.price, rates=self.rates, decided=self.decided)
 
     def place_by(self, step: StepGraph, resolved: Resolved, units: Units) -> Callable[[Resolved], StepGraph]:
         """The step as plans that differ from `resolved` in styles of weights lay it out, to choose among them."""
@@ -225,7 +227,7 @@ def _planned(
     def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
         placed = placing.place(step, replace(placement, accumulate_in=accumulate_in))
         placed = arrange(placed, placing.planner, reduce_after_cast=options.precision.reduce_after_cast)
-        placed = dispatched(own_sums(placed), placing.planner, rates_of(costs))
+        placed = dispatched(own_sums(placed), placing.planner, placing.rates)
         progress("expand")
         roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(placing.planner)), costs)
         return placed, tuple(verify_rank(settle(role)) for role in roles)
