@@ -187,6 +187,10 @@ def _array_written(m: Any, x: Tensor) -> Tensor:
     return m.b(m.a(x)) * ones
 
 
+def _handed_over(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.a(torch.from_dlpack(x.detach())))
+
+
 def _diagonal(m: Any, x: Tensor) -> Tensor:
     matrix = torch.zeros(4, 4)
     matrix.as_strided((4,), (5,)).fill_(1.0)
@@ -229,6 +233,7 @@ DEPENDS = "control flow depends on data|cannot be captured"
         (_address, "address of a tensor"),
         (_function_of_a_listed_parameter, "parameter 'a.weight' from a list"),
         (_array_written, "read-only"),
+        (_handed_over, "DLPack"),
         (_read_then_written, r"before the step writes into it, read a clone\(\)"),
         (_diagonal, "cannot be expressed by new tensors"),
         (_more_in_every_run, "does not repeat itself"),

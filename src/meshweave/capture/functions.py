@@ -215,6 +215,7 @@ _LEAVES = frozenset(
 
 # Ways to read or change a tensor that no trace can see: the description, and what to do instead.
 _ARRAYS = (Tensor.numpy, Tensor.__array__)
+_DLPACK = (Tensor.__dlpack__, torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
     _SET_DATA: (
@@ -222,6 +223,7 @@ _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
         "compute a new tensor: x = x + (x.round() - x).detach() has the values of x.round() and the gradient of x",
     ),
     Tensor.data_ptr: ("reads the address of a tensor", "tell tensors apart by a name or a number of your own"),
+    **dict.fromkeys(_DLPACK, ("passes a tensor by DLPack", "compute with torch only")),
     **dict.fromkeys(
         _ARRAYS, ("turns a tensor into a NumPy array", "compute with torch, or pass NumPy's result in the batch")
     ),
