@@ -50,9 +50,13 @@ def shown(value: Any) -> str:
 
 
 def module_roots(**values: Any) -> dict[str, nn.Module]:
-    """The modules among these values, and those whose methods they are."""
-    modules = {name: getattr(value, "__self__", value) for name, value in values.items()}
-    return {name: module for name, module in modules.items() if isinstance(module, nn.Module)}
+    """The modules among these values, and those whose methods they are, each under the first of its names."""
+    roots: dict[str, nn.Module] = {}
+    for name, value in values.items():
+        module = getattr(value, "__self__", value)
+        if isinstance(module, nn.Module) and all(module is not root for root in roots.values()):
+            roots[name] = module
+    return roots
 
 
 def attribute(place: str, key: Any) -> str:
