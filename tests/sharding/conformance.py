@@ -179,7 +179,10 @@ def roles_of(case: Case) -> list[Role]:
 
 
 def _is_partial(case: Case, operands: frozenset[int], op: str) -> bool:
-    """Whether values of these dtypes are ever partial in this way: no sums of booleans, no averages of integers."""
+    """Whether values of these dtypes are ever partial in this way: no sums of booleans, no averages of integers. Zeros
+    that the graph makes would be moved first."""
+    if any(tensor_inputs(case.node)[i].op != "placeholder" for i in operands):
+        return False
     dtypes = [case.operands[i].dtype for i in operands]
     if op == "avg":
         return all(d.is_floating_point for d in dtypes)
