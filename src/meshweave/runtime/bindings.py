@@ -167,11 +167,16 @@ class Bindings:
     def publish(self, state: State, keys: Collection[Key] | None = None) -> None:
         """Copy the state's values to the module's tensors: all, or after an update those of `keys` that it has not
         renewed. All processes call it."""
+        renewed = list[Bound]()
         for key, bound in self.bound.items():
             if keys is None or (key in keys and (bound.form == "copy" or key[0] == "buffer")):
                 self._bring(state, bound)
             elif key in keys:
-                bound.settle()
+                renewed.append(bound)
+        # An update is a write in place: a backward pass of the user's own that needs old values is an error.
+        torch.autograd.graph.increment_version([b.memory for b in renewed if not b.memory.is_inference()])
+        for bound in renewed:
+            bound.settle()
 
     def _bring(self, state: State, bound: Bound) -> None:
         pieces = state.pieces[bound.key]
