@@ -144,13 +144,10 @@ LONG_TAIL: Mapping[str, tuple[str, ...]] = {
         "fuzz/test_sequences.py::test_gradients_are_exact[5]",
     ),
     "more of a kind in jobs of several processes: each kind has one that is quick": (
-        "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[compile first]",
         "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[eval, compiled]",
-        "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[models]",
         "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[parameters]",
         "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[size]",
         "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[skip]",
-        "runtime/test_calls.py::test_calls_that_ranks_do_not_share_are_named_on_every_rank[twice]",
         "runtime/test_bindings_cluster.py::test_scripts_for_fsdp2_see_and_change_the_weights[dp=2-2]",
         "runtime/test_bindings_cluster.py::test_scripts_for_fsdp2_see_and_change_the_weights[fsdp=2,tp=2-4]",
         "runtime/test_cluster.py::test_steps_over_several_axes_give_what_virtual_devices_give[4]",

@@ -30,8 +30,9 @@ def job_shapes(pipe: Connection, mesh: str, rows: str) -> dict[str, Any]:
     model = Net()
     twin = copy.deepcopy(model)
     step = mw.compile(
-        model, loss=loss_of, example=tokens(8, 6), optimizer=adamw(model), mesh=mesh, profile="alpha-beta"
-    )
+        model, loss=loss_of, example=part(tokens(8, 6)), optimizer=adamw(model), mesh=mesh, profile="alpha-beta",
+        batch="global" if rows == "all" else "local",
+    )  # fmt: skip
     eager = Eager(twin, adamw(twin))
     for i, size in enumerate((4, 8, 4, 8, 4)):  # the first has as many rows as a rank's part of the example, or less
         batch = tokens(size, 6, seed=i)

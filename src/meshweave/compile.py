@@ -27,11 +27,10 @@ from meshweave.passes.options import PassesArgument
 from meshweave.program import Program
 from meshweave.runtime.cluster import make_world, numbers_of_all
 from meshweave.runtime.fuse import compiles_for_gpu, prepare_compiler
-from meshweave.runtime.identity import argument_texts, program_texts
 from meshweave.runtime.replaced import follow_replaced
 from meshweave.runtime.rows import batch_shard, global_example
 from meshweave.runtime.session import RunOptions, SessionSettings
-from meshweave.runtime.together import together
+from meshweave.runtime.together import agree, argument_texts, program_texts, together
 from meshweave.runtime.weights import align_weights
 from meshweave.runtime.world import World, home_of
 from meshweave.search import Budget
@@ -104,6 +103,7 @@ class CompileOptions:
             options = replace(self.capture, accumulate=count, part=part)
             update = spec if part == "train" else None
             program = build_program(self.source, example, update, target, options, pipeline, self.run.progress, like)
+            agree(lambda: program_texts(program.captured, program.roles))
             return replace(program, costs=target.costs, costs_from=costs_from)
 
         return build
@@ -121,32 +121,30 @@ class CompileOptions:
         """The compiled step, with its state on the current world."""
         check_new_tensors()
         model, run = self.source.model, self.run
-        with together(self.device) as ranks:
+        with together(self.device):
             mesh, plan = Mesh.of(self.mesh), plan_of(self.plan)
             spec = self.checked()
             settings = self.settings
             pipeline = pipeline_of(
                 self.passes, memory_cap_bytes=self.memory_cap_bytes, keeps_gradients=settings.run.keep_gradients
             )
-            ranks.agree(self.texts(mesh, plan, pipeline))
+            agree(partial(self.texts, mesh, plan, pipeline))
             world = make_world(mesh, self.device, home_of(model))
-            align_weights(model, self.optimizer, ranks, world, run.on_different_weights)
+            align_weights(model, self.optimizer, world, run.on_different_weights)
             shard = batch_shard(mesh, plan)[0]
             example = global_example(self.example, self.batch, shard)
-            with world.guard():  # all ranks measure and choose together
-                numbers_of_all(world, 0)  # connects them: later a rank that waits learns of the failure of another
-                chosen = costs_for(self.profile, world, run.progress, is_eager=run.backend == "eager")
-                prepare_compiler(run.backend, world, sum(x.numel() for x in model.parameters()))
-                pipeline = self.pipeline_on(pipeline, world, chosen.costs)
-                build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin)
-                program = build(example, "train", self.capture.accumulate, None)
-                run.progress("start")
-            ranks.agree(program_texts(program.captured, program.roles))
+            numbers_of_all(world, 0)  # connects them: later a rank that waits learns of the failure of another
+            chosen = costs_for(self.profile, world, run.progress, is_eager=run.backend == "eager")
+            prepare_compiler(run.backend, world, sum(x.numel() for x in model.parameters()))
+            pipeline = self.pipeline_on(pipeline, world, chosen.costs)
+            build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin)
+            program = build(example, "train", self.capture.accumulate, None)
+            run.progress("start")
             again = replace(self, weights=None).compiled
             step = TrainStep(program, model, self.optimizer, world, settings, build, again)
             for shape in self.shapes:
                 step.variants.prepare(Batch.of(global_example(shape, self.batch, shard)))
-            step.variants.is_local = True if self.batch == "local" and world.is_distributed else None
+            step.variants.is_local = self.batch == "local" and world.is_distributed
             return step
 
 

@@ -106,7 +106,8 @@ class TrainStep:
         Raises LayoutError for a batch that does not match the example or exceeds the number of shapes, StepError for a
         loss that is not finite and if model, batch or optimizer have changed since compilation (docs/capture.md).
         """
-        with self._call("step" if accumulate is None else f"step(accumulate={accumulate})", batch) as checked:
+        name = "step" if self.model.training else "step in eval mode"
+        with self._call(name if accumulate is None else f"{name}, accumulate={accumulate}", batch) as checked:
             variant, micros, numbers = self._prepared(checked, accumulate)
             loss = variant.session.run(micros, numbers, partial(self._stepped, variant))
         return loss
@@ -161,7 +162,7 @@ class TrainStep:
         with self._call(_PARTS, batch) as checked:
             self._first_numbers(self.variants.first)
             self.variants.check_first(checked)
-            self.variants.compare(self.variants.first, checked, 1, self._groups)
+            self.variants.compare(self.variants.first, checked, self._groups)
             return self.session.forward(dict(zip(checked.names, checked.tensors, strict=True)))
 
     def backward(self) -> None:
@@ -184,7 +185,7 @@ class TrainStep:
         with world.guard():
             checked = Batch.of(batch)
             is_compared = rows is not None and rows.is_due and name.startswith("step")
-            with world.call(name, checked.shapes if world.is_distributed else (), is_compared):
+            with world.call(name, () if is_compared or not world.is_distributed else checked.shapes):
                 if self._is_refrozen:
                     self._renew("parameters were frozen or unfrozen")
                 yield checked
@@ -231,7 +232,6 @@ class TrainStep:
         except OutdatedUpdate as change:
             self._renew(f"{change.what} ({change.where})")
             numbers = self._numbers(variant)
-        self.session.world.choose("goes on as compiled")
         return numbers
 
     @property
@@ -243,11 +243,11 @@ class TrainStep:
     def _renew(self, why: str) -> None:
         """Compile again, for the current model and optimizer."""
         assert self.again is not None
-        self.session.world.choose(f"compiles again: {why}")
+        self.session.world.note(f"compiles again: {why}")
         _LOG.warning("the step is compiled again: %s", why)
-        num_steps, saves, is_local, renewed = self.num_steps, self.session.saves, self.variants.is_local, self.again()
+        num_steps, saves, renewed = self.num_steps, self.session.saves, self.again()
         self.__dict__.update(renewed.__dict__)
-        self.variants.is_local, self.session.saves, self.session.state.num_steps = is_local, saves, num_steps
+        self.session.saves, self.session.state.num_steps = saves, num_steps
 
     def _take_over(self) -> None:
         """Use, from now on, the state that the user has loaded into the optimizer or written to it."""

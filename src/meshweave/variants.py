@@ -16,7 +16,7 @@ from meshweave.capture.batch import Batch, batch_size, shapes_text
 from meshweave.capture.guards import RECOMPILE, Guards, StepKey, check_entries
 from meshweave.capture.record import Difference
 from meshweave.capture.step import Part
-from meshweave.errors import LayoutError, MeshweaveError, StepError
+from meshweave.errors import LayoutError, StepError
 from meshweave.ir.graph import Input, Spec, spec_of
 from meshweave.program import Program
 from meshweave.runtime.rows import RowsCheck
@@ -73,7 +73,7 @@ class Variant:
         layout = self.program.placement.layout("batch", item.name, item.spec)
         return layout.box_of(item.spec.shape, self.session.world.devices[0]).size
 
-    def fits(self, micro: Mapping[str, Tensor], is_local: bool | None) -> bool:
+    def fits(self, micro: Mapping[str, Tensor], is_local: bool) -> bool:
         """Whether a microbatch matches the shapes of this program: the global shapes, or this rank's (`is_local`)."""
         shapes = {i.name: self.local_shape(i) if is_local else i.spec.shape for i in self.batch}
         return all(name in micro and tuple(micro[name].shape) == shape for name, shape in shapes.items())
@@ -88,7 +88,7 @@ class Variants:
         self.guards, self.build, self.limit, self.pad = guards, build, options.max_programs, options.pad or {}
         self._places: set[str] = set()  # whose changes have cost a trace
         self._noted: set[str] = set()  # of those, the ones that were noted
-        self.is_local: bool | None = None  # whether batches are this rank's alone; None before the first batch
+        self.is_local = False  # whether batches are this rank's rows alone
         self._num_uses, self._num_compiled = 0, 1
         self.all = [first]
         self._add_program(first)
@@ -107,16 +107,6 @@ class Variants:
         self._choose(batch, "train", self.first.accumulate)
         self.is_local = known
 
-    def _are_own_rows(self, batch: Batch, accumulate: int) -> bool:
-        """Whether batches are this rank's rows alone, as the first batch shows: it has other sizes than the example,
-        and other values than those of other ranks. All ranks call it."""
-        first = self.first
-        if first.rows is None:
-            return False
-        micro = _first_micro(batch, accumulate)
-        is_whole = all(tuple(micro[i.name].shape) == i.spec.shape for i in first.batch if i.name in micro)
-        return first.rows.are_own(batch, is_whole)
-
     def of(
         self,
         batch: Batch,
@@ -130,24 +120,14 @@ class Variants:
         dtype or number of dims than the example, and when there would be more than `max_programs`; StepError if
         anything but shapes and modes has changed.
         """
-        count, known = self.first.accumulate if accumulate is None else accumulate, self.is_local
-        if known is None:
-            self.is_local = self._are_own_rows(batch, count)
-        try:
-            return self._of(batch, part, count, groups)
-        except MeshweaveError:
-            self.is_local = known  # a batch that was rejected shows nothing
-            raise
-
-    def _of(self, batch: Batch, part: Part, count: int, groups: Sequence[Mapping[str, Any]]) -> tuple[Variant, Batch]:
+        count = self.first.accumulate if accumulate is None else accumulate
         is_trained = part == "train"
         if is_trained:
-            self.compare(self.first, batch, count, groups)
+            self.compare(self.first, batch, groups)
         padded = self._padded(batch, part, count)
         variant = self._choose(padded, part, count)
-        variant.session.world.choose(f"runs program {variant.number} ({variant.shown})")
         if is_trained and variant is not self.first:
-            self.compare(variant, padded, count, groups)
+            self.compare(variant, padded, groups)
         return variant, padded
 
     def _choose(self, batch: Batch, part: Part, accumulate: int) -> Variant:
@@ -195,12 +175,11 @@ class Variants:
     def _fitting(self, micro: Mapping[str, Tensor], part: Part, accumulate: int) -> list[Variant]:
         return [v for v in self._alike(part, accumulate) if v.fits(micro, self.is_local)]
 
-    def compare(self, variant: Variant, batch: Batch, parts: int, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Compare over the ranks the batches that they pass, in `parts` microbatches; sizes first, because ranks choose
-        a program by them."""
+    def compare(self, variant: Variant, batch: Batch, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Compare over the ranks the batches that they pass."""
         if variant.rows is None or not {item.name for item in variant.batch} <= set(batch.names):
             return
-        variant.rows.check(batch, parts, groups, is_own=bool(self.is_local))
+        variant.rows.check(batch, groups, is_own=self.is_local)
 
     def _compiled(self, batch: Batch, part: Part, accumulate: int, key: StepKey) -> Variant:
         first = self.first
@@ -217,7 +196,7 @@ class Variants:
         example = self._example(batch)
         self._num_compiled += 1
         shown = f"{shapes_text(batch.shapes)}, {self._attributes_text(key)}"
-        first.session.world.choose(f"compiles program {self._num_compiled} ({shown})")
+        first.session.world.note(f"compiles program {self._num_compiled} ({shown})")
         if len(self.all) >= self.limit:
             self._drop_variant(batch)
         _NOTES.warning(

@@ -1,13 +1,14 @@
-"""Calls that communicate and that ranks do not make alike are an error on every rank within seconds."""
+"""Calls that ranks do not make alike, and processes that end, are an error on every rank within seconds; slow processes
+are not."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from tests.training import mse
 from torch import Tensor, nn
 
 import meshweave as mw
-from meshweave.errors import MeshweaveError
-from meshweave.runtime.calls import KEPT, Posted, failure_of
+from meshweave.errors import MeshweaveError, StepError
 from meshweave.runtime.cluster import shutdown
+from meshweave.runtime.hub import different_calls
 from meshweave.runtime.rows import ALWAYS_FIRST
 
 SECONDS = 60.0  # on a machine with other work; on a quiet one under 2 s
@@ -42,12 +43,6 @@ def rows(num: int) -> dict[str, Tensor]:
 
 def evaluate_alone(step: mw.TrainStep, rank: int) -> None:
     step.evaluate(rows(8)) if rank == 0 else step(rows(8))
-
-
-def evaluate_twice(step: mw.TrainStep, rank: int) -> None:
-    for _ in range(2 - rank):
-        step.evaluate(rows(8))
-    step(rows(8))
 
 
 def save_alone(step: mw.TrainStep, rank: int) -> None:
@@ -81,11 +76,6 @@ def leave_early(step: mw.TrainStep, rank: int) -> None:
     shutdown(step.session.world)  # as a script that ends; rank 1 alone comes no further than its third step
 
 
-def two_models(step: mw.TrainStep, rank: int) -> None:
-    other = made("dp=2")
-    (step if rank else other)(rows(8))
-
-
 def compile_alone(step: mw.TrainStep, rank: int) -> None:
     if rank == 1:
         made("dp=2")
@@ -113,17 +103,9 @@ def option_alone(step: mw.TrainStep, rank: int) -> None:
     step(rows(8))
 
 
-def group_alone(step: mw.TrainStep, rank: int) -> None:
-    assert step.optimizer is not None
-    if rank == 0:
-        step.optimizer.param_groups[0]["params"].pop()
-    step(rows(8))
-
-
 # By name the mesh, what ranks do, and what the error says.
 SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, ...]]] = {
     "evaluate": ("dp=2", evaluate_alone, ("call 3", "rank 0: evaluate", "rank 1: step", "under `if rank == 0`")),
-    "twice": ("fsdp=2", evaluate_twice, ("call 4", "rank 0: evaluate", "rank 1: step")),
     "save": ("dp=2", save_alone, ("call 3", "rank 0: step", "rank 1: save")),
     "parameters": ("fsdp=2", parameters_alone, ("call 3", "rank 0: parameters", "rank 1: step")),
     "skip": ("dp=2", skip_a_step, ("call 5", "rank 0: step", "rank 1: save")),
@@ -134,24 +116,18 @@ SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, 
         ("has ended its script", "call 5", "never, its script has ended after call 4 (step"),
     ),
     "compile": ("dp=2", compile_alone, ("call 3", "rank 0: step", "rank 1: mw.compile")),
-    "compile first": ("dp=2", lambda step, rank: compile_alone(step, 1 - rank), ("rank 0: mw.compile", "rank 1: step")),
-    "eval": (
-        "dp=2",
-        eval_alone,
-        ("rank 0: step, which runs program 1", "rank 1: step, which compiles program 2", "model.eval()"),
-    ),
-    "eval, compiled": ("fsdp=2", eval_compiled_alone, ("rank 0: step, which runs program 1", "runs program 2")),
+    "eval": ("dp=2", eval_alone, ("rank 0: step;", "rank 1: step in eval mode")),
+    "eval, compiled": ("fsdp=2", eval_compiled_alone, ("rank 0: step;", "rank 1: step in eval mode")),
     "option": (
         "fsdp=2",
         option_alone,
-        ("which goes on as compiled", "which compiles again: the optimizer's options require another update"),
+        ("rank 0: step (", "which compiles again: the optimizer's options require another update"),
     ),
-    "group": ("dp=2", group_alone, ("rank 0: step, which compiles again", "rank 1: step, which goes on as compiled")),
-    "models": ("dp=2", two_models, ("call 4", "rank 0: step of model 2", "rank 1: step")),
 }
 
 
-def job(pipe: Connection, name: str) -> dict[str, Any]:
+def job(pipe: Connection, name: str, debug: str = "") -> dict[str, Any]:
+    os.environ["MESHWEAVE_DEBUG"] = debug
     mesh, does, _ = SCENARIOS[name]
     rank, step = dist.get_rank(), made(mesh, 0.5 if name in ("eval", "eval, compiled") else 0.0)
     step(rows(8))
@@ -173,6 +149,12 @@ def test_calls_that_ranks_do_not_share_are_named_on_every_rank(start: Callable[.
         for words in SCENARIOS[name][2]:
             assert words in outcome["text"], outcome["text"]
         assert outcome["seconds"] < SECONDS, outcome
+
+
+@pytest.mark.multiprocess
+def test_every_call_meets_if_asked_for(start: Callable[..., Job]) -> None:
+    for outcome in start(f"{__name__}:job", 2, "skip", "ranks").finish(240):
+        assert "call 5 is rank 0: step" in outcome["text"]
 
 
 SCRIPT = """
@@ -203,8 +185,7 @@ def test_an_exception_in_the_script_of_one_rank_is_shown_by_the_others(tmp_path:
         )
     texts = [job.communicate(timeout=90)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [1, 1]
-    assert "a rank has ended its script while others go on" in texts[0], texts[0]
-    assert "rank 1 by KeyError: 'no such column'" in texts[0]
+    assert "rank 1 failed\n  where: seen by rank 0\n  got: KeyError: 'no such column'" in texts[0], texts[0]
     assert time.monotonic() - began < 60
 
 
@@ -235,31 +216,85 @@ def test_calls_that_ranks_share_go_on(start: Callable[..., Job]) -> None:
     assert first == second
 
 
-def test_posts_are_compared_where_both_have_them() -> None:
-    ours = Posted(3, True, ("step", "step", "evaluate"))
-    assert ours.differs_from(Posted(2, False, ("step", "step"))) is None  # late
-    assert ours.differs_from(Posted(2, False, ("step", "step"), has_ended=True)) == 3
-    assert ours.differs_from(Posted(3, True, ("step", "step", "step"))) == 3
-    assert Posted(3, False, ours.calls).differs_from(Posted(2, False, ("step", "step"), has_ended=True)) is None
-    far = Posted(30, True, ("save",) * KEPT)
-    assert ours.differs_from(far) is None  # too far ahead to say
-    assert ours.differs_from(Posted()) is None
-    asks, runs = replace(ours, choices=("goes on", "runs 1")), replace(ours, choices=("goes on", "runs 2"))
-    assert ours.differs_from(asks) is None  # late
-    assert asks.differs_from(runs) == 3
-    assert "rank 0: evaluate, which runs 1; rank 1: evaluate, which runs 2" in failure_of(3, {0: asks, 1: runs})["got"]
-    text = failure_of(3, {0: ours, 1: far, 2: Posted(), 3: Posted(2, False, ("step", "step"))})["got"]
-    assert text == (
-        "call 3 that communicates is rank 0: evaluate; rank 1: past, now in call 30 (save); "
-        "rank 2: not begun, after no call; rank 3: not begun, after call 2 (step)"
+def test_calls_are_compared_where_ranks_have_them() -> None:
+    ours = {1: "mw.compile", 2: "step (x [4, 6])", 3: "evaluate"}
+    first = {1: "mw.compile", 2: "step (x [4, 6])"}
+    assert different_calls({0: ours, 1: first}, {}) is None  # late
+    assert different_calls({0: ours, 1: {30: "save"}, 2: {}}, {}) is None  # too far ahead to say; not there yet
+    error = different_calls({0: ours, 1: {**first, 3: "step (x [4, 6])", 4: "save"}, 2: first, 3: {30: "save"}}, {})
+    assert error is not None
+    assert error["got"] == (
+        "call 3 is rank 0: evaluate; rank 1: step (x [4, 6]); rank 2: not begun, after call 2 (step (x [4, 6])); "
+        "rank 3: past, now in call 30 (save)"
     )
+    error = different_calls({0: ours, 1: first}, {1: 2})
+    assert error is not None
+    assert error["what"] == "a rank has ended its script while others go on"
+    assert "rank 1: never, its script has ended after call 2 (step (x [4, 6]))" in error["got"]
+    assert different_calls({0: first, 1: first}, {1: 2}) is None
 
 
-def test_batches_of_different_sizes_are_said_to_be_that() -> None:
-    """The usual cause is padding to the longest row of a rank, not a call that some ranks leave out."""
-    short, long, other = (Posted(1, True, (call,)) for call in ("step (x [4, 6])", "step (x [4, 7])", "save"))
-    error = failure_of(1, {0: short, 1: long})
-    assert "different sizes" in error["what"]
-    assert "padded to the same length" in error["hint"]
-    assert "rank 0: step (x [4, 6]); rank 1: step (x [4, 7])" in error["got"]
-    assert "different things" in failure_of(1, {0: short, 1: other})["what"]
+def job_beside_a_stopped_rank(pipe: Connection, does: str) -> dict[str, Any]:
+    """Rank 1 is stopped in its third step, for longer than others wait before they post their calls."""
+    rank, step = dist.get_rank(), made("dp=2")
+    step(rows(8))
+    pipe.send("ready")
+    assert pipe.recv() == "go"
+    if does == "raise" and rank == 0:
+        with pytest.raises(ValueError, match="on fire"), step.session.world.guard():
+            raise ValueError("the disk is on fire")
+        shutdown(step.session.world)
+        return {}
+    losses = [float(step(rows(8))) for _ in range(2)]
+    if rank == 1:  # rank 0, which hosts the store, has ended its last step
+        time.sleep(1.0)
+        dist.distributed_c10d._get_default_store().set("still", "here")
+    return {"losses": losses}
+
+
+@pytest.mark.multiprocess
+def test_a_stopped_process_is_waited_for(start: Callable[..., Job]) -> None:
+    job = start(f"{__name__}:job_beside_a_stopped_rank", 2, "wait")
+    job.await_ready()
+    os.kill(job.processes[1].pid, signal.SIGSTOP)
+    job.pipes[0].send("go")
+    time.sleep(12.0)
+    os.kill(job.processes[1].pid, signal.SIGCONT)
+    job.pipes[1].send("go")
+    first, second = job.finish(60)
+    assert len(first["losses"]) == 2
+    assert first == second
+
+
+@pytest.mark.multiprocess
+def test_a_process_ends_after_a_failure_though_another_is_stopped(start: Callable[..., Job]) -> None:
+    job = start(f"{__name__}:job_beside_a_stopped_rank", 2, "raise")
+    job.await_ready()
+    os.kill(job.processes[1].pid, signal.SIGSTOP)
+    job.pipes[0].send("go")
+    assert job.pipes[0].poll(30)
+    assert job.pipes[0].recv() == {}
+    job.processes[0].join(30)
+    assert job.processes[0].exitcode == 0
+
+
+def job_with_a_child(pipe: Connection) -> dict[str, Any]:
+    """Rank 1 has a child that outlives it, as a loader's worker may."""
+    step = made("dp=2")
+    step(rows(8))
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            pipe.close()
+            time.sleep(30)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(StepError, match="rank 1 is gone"):
+        step(rows(8))
+    return {"seconds": time.monotonic() - began}
+
+
+@pytest.mark.multiprocess
+def test_a_killed_process_is_gone_though_its_child_lives(start: Callable[..., Job]) -> None:
+    first, _ = start(f"{__name__}:job_with_a_child", 2).finish(60)
+    assert first["seconds"] < 10, first

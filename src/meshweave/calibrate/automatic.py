@@ -25,7 +25,7 @@ from meshweave.hardware.load import parse_profile
 from meshweave.regions.libraries import ATEN, ONEDNN, Libraries, faster_library
 from meshweave.runtime.allocator import release_freed_memory
 from meshweave.runtime.cluster import ClusterWorld
-from meshweave.runtime.lifelines import address_towards
+from meshweave.runtime.watch import address_towards
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"

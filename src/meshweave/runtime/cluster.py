@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import finalize
@@ -13,23 +13,23 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 
-from meshweave.errors import LayoutError, MeshError, StepError
-from meshweave.interop.process_groups import default_group, default_store
+from meshweave.errors import LayoutError, MeshError
+from meshweave.interop.process_groups import default_store
 from meshweave.ir.collectives import ALL_GATHER
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.allocator import keep_freed_memory
-from meshweave.runtime.calls import calls_of_job, has_failed_world
 from meshweave.runtime.collectives import Group
 from meshweave.runtime.executor import Compiled, Executor, Meter
-from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator, ConnectionLost
+from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator
 from meshweave.runtime.serial import SerialExecutor
-from meshweave.runtime.watch import LINGER, Watch
+from meshweave.runtime.watch import close_watch, watch_of_job
 from meshweave.runtime.world import LocalWorld, World, check_virtual_devices, checked_device
+
+LINGER = 5.0  # seconds in which rank 0 waits at its end for ranks that have compiled nothing
 
 
 class ClusterWorld:
@@ -47,30 +47,23 @@ class ClusterWorld:
         self.devices = (self.rank,)
         self.device = _device(device)
         self.communicator = ClusterCommunicator(mesh, self.rank, self.device.type == "cuda")
-        store = default_store()
-        count = store.add(f"meshweave/worlds/{self.rank}", 1)
-        communicator = self.communicator
-        self._calls, self._name = calls_of_job(), f" of model {count}" if count > 1 else ""
-        self._watch = Watch(
-            PrefixStore(f"meshweave/world/{count}", store),
-            self._calls,
-            lambda: _abort(communicator),
-            communicator.release,
-            TIMEOUT.total_seconds(),
-        )
-        communicator.check = self._watch.check
-        self._depth = self._num_guards = 0
-        finalize(self, self._watch.close).atexit = False
+        self.watch = watch_of_job()
+        self.watch.num_worlds += 1
+        self._name = f" of model {self.watch.num_worlds}" if self.watch.num_worlds > 1 else ""
+        self.communicator.check = self.watch.check
+        self.watch.add(self.communicator)
+        self._end = finalize(self, self.watch.remove, self.communicator)
+        self._end.atexit = False
+
+    def close(self) -> None:
+        """Release what this world has. It must not be used afterwards."""
+        self._end()
 
     def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
         """The executor of this rank, with the process groups that the roles use. All ranks call it together."""
         with self.guard():
             self.communicator.prepare(roles)
         return SerialExecutor(ranks[0], self.rank, self.communicator, meter)
-
-    def close(self) -> None:
-        """Stop watching the other ranks. The world must not be used afterwards."""
-        self._watch.close(LINGER)
 
     def meet(self) -> None:
         """Wait until every rank is here."""
@@ -127,103 +120,29 @@ class ClusterWorld:
             full[box.slices()] = part[: box.num_elements].view(box.size)
         return full
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """A context in which a failure of a rank is an error on every rank, within seconds.
+    def guard(self) -> AbstractContextManager[None]:
+        """A context in which a failure of a rank is an error on every rank: `Watch.guard`."""
+        return self.watch.guard(self.communicator)
 
-        The rank that failed raises its own error, the others StepError with the first error. When all ranks fail at the
-        same point (a loss that is not finite), each raises its own error and the world stays usable; otherwise it does
-        not.
-        """
-        if self._depth:
-            yield
-            return
-        if self._watch.has_failed:
-            raise _unusable(self._watch.error())
-        self._num_guards += 1
-        self._depth += 1
-        try:
-            yield
-            self._watch.check()
-        except BaseException as error:
-            if not self._recovers(error):
-                self._spread(error)
-                if not self._watch.is_own():
-                    raise self._watch.error() from error
-            raise
-        finally:
-            self._depth -= 1
+    def call(self, name: str, detail: Any = (), *, meets: bool = True) -> AbstractContextManager[None]:
+        """`guard`, for a user's call that every rank makes: `Watch.call`."""
+        return self.watch.call(name + self._name, detail, meets=meets, communicator=self.communicator)
 
-    @contextmanager
-    def call(self, name: str, detail: Any = (), is_compared: bool = False) -> Iterator[None]:
-        """`guard`, for a user's call that communicates: a call that not all ranks make is an error on every rank, too,
-        before any communication. `detail` and `is_compared` are those of `Calls.call`."""
-        if self._calls.now.is_inside:
-            with self.guard():
-                yield
-            return
-        with self.guard(), self._calls.call(name + self._name, detail, is_compared, self._watch.check):
-            yield
+    def note(self, choice: str) -> None:
+        """What this rank does in the current call, by its own decision: shown if ranks differ."""
+        self.watch.note(choice)
 
-    def choose(self, choice: str) -> None:
-        """This rank's choice in the current call, from its own knowledge; ranks that choose differently are an error on
-        every rank."""
-        self._calls.choose(choice, self._watch.check)
+    def exchange(self, name: str, value: Any) -> Mapping[int, Any]:
+        """The values (JSON) of all ranks, without a collective: `Watch.gather`."""
+        return self.watch.gather(name, value)
 
     def check(self) -> None:
         """Raise StepError once another rank has failed."""
-        self._watch.check()
+        self.watch.check()
 
     def has_whole(self, layout: Layout) -> bool:
         """Whether every process has the whole value of this layout, so that assembling it communicates nothing."""
         return layout.mesh.covers(self.mesh.devices) and all(layout.mesh.size(a) == 1 for a in layout.sharded_axes)
-
-    def _recovers(self, error: BaseException) -> bool:
-        """Whether all ranks failed at the same point, after the same number of collectives."""
-        if self._watch.has_failed or _is_lost(error) or not isinstance(error, Exception):
-            return False
-        point = f"{self._num_guards}/{self.communicator.num_started}/{self.communicator.num_waited}"
-        if not self._watch.agree(point):
-            return False
-        try:
-            self.communicator.drain()
-        except StepError:
-            return False
-        return True
-
-    def _spread(self, error: BaseException) -> None:
-        """Make sure that the first failure is known everywhere."""
-        if _is_lost(error):
-            self._watch.declare_silent()
-        if not self._watch.has_failed:
-            self._watch.declare(f"rank {self.rank} failed", f"{type(error).__name__}: {error}".rstrip(": "), self.rank)
-        self._watch.settle()
-
-
-def _abort(communicator: ClusterCommunicator) -> None:
-    """Release a rank that waits for a GPU. On Gloo abort() releases no rank (torch 2.13); `check` does."""
-    if not communicator.is_native:
-        return
-    for group in (*communicator.process_groups, default_group()):
-        group.abort()
-
-
-def _is_lost(error: BaseException | None) -> bool:
-    """Whether `error` results from a broken connection: meshweave's collectives say so, torch's name their library."""
-    while error is not None:
-        if isinstance(error, ConnectionLost | dist.DistError) or "gloo/transport" in str(error):
-            return True
-        error = error.__cause__
-    return False
-
-
-def _unusable(first: StepError) -> StepError:
-    return StepError(
-        "this world has failed and cannot be used again",
-        where=first.where,
-        got=f"{first.what}: {first.got}",
-        hint="restart the job from its last checkpoint",
-    )
 
 
 def _check_ranks(mesh: Mesh) -> None:
@@ -321,17 +240,18 @@ def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> t
 
 def shutdown(world: ClusterWorld | None = None) -> None:
     """Leave the job. Safe to call at any time, also after a failure and without a job. Rank 0, which often hosts the
-    store, leaves last, but waits no more than seconds for the others."""
-    failed = world is not None and world._watch.has_failed
-    if world is not None:
-        world.close()
-    if dist.is_initialized() and not failed and not has_failed_world():
+    store, leaves last."""
+    if not dist.is_initialized():
+        return
+    has_failed = close_watch()
+    if not has_failed:
         _await_others()
-    if dist.is_initialized() and not (failed and world is not None and world.device.type == "cuda"):
+    if not (has_failed and world is not None and world.device.type == "cuda"):
         dist.destroy_process_group()
 
 
 def _await_others() -> None:
+    """Rank 0 waits for ranks that have no watch."""
     store, end = default_store(), time.monotonic() + LINGER
     with suppress(RuntimeError):  # the store ended first
         num_here = store.add("meshweave/leaving", 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: Knuth, TAO
 _NEXT_CHUNK = 0x2545F4914F6CDD1D  # odd; Vigna, An experimental exploration of Marsaglia's xorshift generators (2016)
 
 
-def text_number(text: str) -> int:
-    """A 64-bit signed hash of a text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+def is_comparable(value: Any) -> bool:
+    """Whether a tensor is whole and has values: not a DTensor, and not on the meta device."""
+    return isinstance(value, Tensor) and not (value.is_meta or hasattr(value, "placements") or value.is_sparse)
 
 
 def fingerprint(value: Tensor, most_words: int | None = None) -> Tensor:

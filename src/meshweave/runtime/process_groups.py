@@ -30,7 +30,7 @@ from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending
 from meshweave.runtime.executor import TaskRecorder
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.messages import Messages, bytes_of, dense
-from meshweave.runtime.watch import await_work
+from meshweave.runtime.watch import POLL, ConnectionLost
 
 # A live peer that is silent for so long counts as stuck. Dead peers are detected sooner (see watch.py). torch's own
 # default for Gloo is 30 minutes.
@@ -54,10 +54,6 @@ def check_sends_from_gpu(config: str) -> None:
             expected="NCCL for CUDA",
             hint='dist.init_process_group("nccl"), or device="cpu"; dp, fsdp and tp run over Gloo, too',
         )
-
-
-class ConnectionLost(StepError):
-    """A collective that was interrupted. The rank that failed first knows the cause."""
 
 
 @dataclass(slots=True)
@@ -269,6 +265,13 @@ class ClusterCommunicator:
         for pending in list(self.open):
             self.wait(pending)
 
+    def abort(self) -> None:
+        """After a failure: release a rank that waits for a GPU. On Gloo abort() releases no rank (torch 2.13); `check`
+        does."""
+        if self.is_native:
+            for group in (*self._process_groups.values(), default_group()):
+                group.abort()
+
     def release(self, is_end: bool) -> None:
         """After a failure: break the connections of every group, at the end of the process those of the default group
         too, so that nothing waits for other ranks any more. Otherwise the end waits, for minutes, for what a live but
@@ -305,6 +308,22 @@ class ClusterCommunicator:
             if self.is_native:
                 work.wait()  # orders the streams and returns
             else:
-                await_work(work, self.check)
+                _await(work, self.check)
         except RuntimeError as error:
             raise ConnectionLost("a communication was interrupted", got=str(error)) from error
+
+
+def _await(work: Any, check: Callable[[], None]) -> None:
+    """Wait for a Gloo work (or an object with the same `wait`), calling `check` (which may raise) every POLL seconds.
+
+    It costs nothing while the work runs, because `wait` with a timeout sleeps on the work's own condition variable.
+    """
+    while True:
+        try:
+            work.wait(timedelta(seconds=POLL))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # returns, or raises what went wrong
+                return
+        check()

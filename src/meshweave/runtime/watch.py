@@ -1,312 +1,422 @@
-"""Failure detection: the first failure of a process becomes known to all others within seconds.
+"""What differs between ranks, and the failure of any, is an error on every rank within seconds.
 
-Each process has one daemon thread with its own connection to the job's store. It polls for a declared failure, posts
-its calls with a heartbeat, and watches its neighbour in the ring of ranks: those calls, and whether its process lives.
-So the store serves a constant number of requests per process, and any set of dead processes has a live neighbour. A
-process is dead when its kernel closes its lifeline (`runtime/lifelines.py`), however long it is silent: it may be slow,
-stopped, or own the interpreter lock. Only without a lifeline its heartbeat tells, after the timeout of a collective.
+Each process has one daemon thread with a connection to rank 0 (`runtime/hub.py`), by which ranks exchange small values:
+no collective runs, so a rank that does not come is an error with its name. Calls are numbered in each process. In a
+call that differs from the previous call (a batch of another size, an evaluation) all ranks meet first, so that
+communications of two calls never mix; with MESHWEAVE_DEBUG=ranks in every call. A rank that stays in a call for STUCK
+seconds posts its latest calls: different calls of the same number are the error.
 
 A step fails on all ranks (a loss that is not finite) or on some. A failing rank waits briefly for the others to fail at
-the same point; if they do, nothing is broken and the job continues. If not, it declares its failure.
+the same point; if they do, nothing is broken and the job goes on. If not, it declares its failure.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import logging
+import os
+import selectors
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
+from meshweave.capture.batch import shapes_text
 from meshweave.errors import StepError
-from meshweave.runtime.calls import Calls, Posted, failure_of, uncaught_exception
-from meshweave.runtime.consensus import named
+from meshweave.interop.process_groups import default_store
+from meshweave.runtime.hub import GRACE, Hub, Link, message
 
-# Seconds. A failure is known everywhere after LOCKSTEP + POLL, a killed process after 2 * POLL.
-POLL = 0.25
-BEAT = 1.0
+# Seconds.
+POLL = 0.25  # between two looks at a known failure while something is waited for
+STUCK = 4.0  # in a call, after which it is posted
+NOTE = 30.0  # of waiting for other ranks, after which a rank says so
+ABSENT = 600.0  # of waiting for other ranks: compiling a graph of 10,000 nodes takes minutes
 LOCKSTEP = 2.0  # how long a failing rank waits for the others to fail at the same point
-SUSPECT = 3.5  # how long others have to say which process has ended, once a connection has broken
-LINGER = 5.0  # how long rank 0, which often hosts the store, waits at its end for the others
-SLOW_POLL = 0.25  # between two looks at ranks that are behind
+END = 300.0  # how long rank 0, which often hosts the store, waits at its end for other ranks: as long as a collective
+_LOOK = 1.0  # between two looks of a process at its own calls
+_CONNECT = 60.0  # how long a rank tries to reach rank 0
+_KEPT = 8  # calls that a rank remembers: more than ranks run ahead of each other
 _MAX_TEXT = 4000
+_KEY = "meshweave/watch"
+_NOTES = logging.getLogger("meshweave")
+
+
+class Communicator(Protocol):
+    """What runs the collectives of a world."""
+
+    num_started: int
+    num_waited: int
+
+    def drain(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def release(self, is_end: bool) -> None: ...
+
+
+class ConnectionLost(StepError):
+    """A communication that was interrupted. The rank that failed first knows the cause."""
 
 
 class Watch:
-    """A process's view of the health of all. `on_failure` is called once, on any thread; `release(is_end)` when the
-    watch closes after a failure, at the end of the process or before: it must end what waits for other ranks.
-    `timeout_seconds`: that of a collective. `store` must be a name space of its own. Every process creates its watches
-    in the same order."""
+    """A process's view of the health of all, and its calls: one per job (`watch_of_job`)."""
 
-    def __init__(
-        self,
-        store: Store,
-        calls: Calls,
-        on_failure: Callable[[], None],
-        release: Callable[[bool], None] = lambda is_end: None,
-        timeout_seconds: float = 300.0,
-    ) -> None:
-        self.rank, self.num_ranks, self.calls = calls.rank, calls.num_ranks, calls
-        # Its own connection: if the main thread blocked in a shared connection, the watch would block, too.
-        self._store = store.clone() if hasattr(store, "clone") else store
-        self._on_failure, self._release, self._timeout = on_failure, release, timeout_seconds
-        self._failure: dict[str, Any] | None = None
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._beat, self._posted, self._has_ended = 0, calls.now, False
-        self._post(calls.now)
-        self._thread = threading.Thread(target=self._run, name="meshweave-watch", daemon=True)
+    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_worlds = rank, 0
+        self.failure: dict[str, Any] | None = None
+        self._communicators: list[Communicator] = []  # of the worlds that are open
+        self._calls: tuple[tuple[int, str, Any], ...] = ((0, "", ()),)  # number, name, shapes; replaced by each call
+        self._before: tuple[str, Any] = ("", ())
+        self._is_inside, self._depth, self._num_guards, self._num_gathers = False, 0, 0, 0
+        self._meets_always = "ranks" in os.environ.get("MESHWEAVE_DEBUG", "").split(",")
+        self._changed = threading.Condition()
+        self._values: dict[str, Any] = {}  # that have come
+        self._link: Link | None = None
+        self._unsent: list[bytes] = []  # until there is a link
+        self._is_closed, self._has_left, self._is_left = False, False, False  # the last: by rank 0, in good order
+        self._hub = Hub(num_ranks) if rank == 0 else None
+        if self._hub is not None:
+            address = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+            store.set(_KEY, json.dumps([address, self._hub.port, self._hub.token]))
+        # Its own connection: the main thread may block in the store.
+        own = store.clone() if hasattr(store, "clone") else store
+        self._thread = threading.Thread(target=self._run, args=(own,), name="meshweave-watch", daemon=True)
         self._thread.start()
-        calls.watches.append(self)
-        atexit.register(self.close, LINGER)
+        atexit.register(self.close)
 
-    # the failure, if any
-
-    @property
-    def has_failed(self) -> bool:
-        return self._failure is not None
-
-    def error(self) -> StepError:
-        """The first failure, as the other ranks report it."""
-        assert self._failure is not None
-        return StepError(
-            self._failure["what"],
-            where=f"seen by rank {self.rank}",
-            got=self._failure["got"],
-            hint=self._failure.get("hint", "the job cannot continue: restart it from its last checkpoint"),
-        )
+    # failures
 
     def check(self) -> None:
-        """Raises StepError when some process has failed."""
-        if self._failure is not None:
-            raise self.error()
+        """Raises StepError, with the first failure, when some rank has failed."""
+        if self.failure is not None:
+            raise self._error()
 
-    def is_own(self) -> bool:
-        """Whether the failure is this rank's own."""
-        return self._failure is not None and self._failure["rank"] == self.rank
+    def _error(self) -> StepError:
+        assert self.failure is not None
+        return StepError(
+            self.failure["what"],
+            where=f"seen by rank {self.rank}",
+            got=self.failure["got"],
+            hint=self.failure.get("hint", "the job cannot go on: restart it from its last checkpoint"),
+        )
 
-    def declare(self, what: str, got: str, rank: int) -> None:
-        """Declare a failure of `rank`, unless another is declared already: the first counts."""
-        self._declare({"what": what, "got": got[:_MAX_TEXT], "rank": rank})
+    @contextmanager
+    def guard(self, communicator: Communicator | None = None) -> Iterator[None]:
+        """A context in which a failure of a rank is an error on every rank, within seconds.
 
-    def _declare(self, failure: dict[str, Any]) -> None:
-        text = json.dumps(failure)
-        try:
-            first = self._store.compare_set("first", "", text)
-        except RuntimeError:  # the store is gone as well, and this process is on its own
-            first = text.encode()
-        self._fail(json.loads(first))
-
-    def agree(self, point: str) -> bool:
-        """Whether every rank reaches this `point` within LOCKSTEP seconds and none declares a failure."""
-        end = time.monotonic() + LOCKSTEP
-        try:
-            self._store.add(f"at/{point}", 1)
-            while not self.has_failed and time.monotonic() < end:
-                if self._store.add(f"at/{point}", 0) >= self.num_ranks:
-                    return True
-                time.sleep(0.02)
-        except RuntimeError:
-            self._lost_store()
-        return False
-
-    def declare_silent(self) -> None:
-        """After a broken connection: declare the process that has ended, unless another rank does; if none has, declare
-        the connection."""
-        try:
-            seen = self._beats()
-            posted = [_posted(beat) for beat in seen]
-            if any(self._differs(its) for its in posted):
-                return
-            ended = [rank for rank, its in enumerate(posted) if its.has_ended]
-            if ended:
-                self._declare_gone(ended[0])
-            self._until(lambda: self.has_failed or self._declares_dead(), SUSPECT)
-            now = seen if self.has_failed else self._beats()
-        except RuntimeError:
-            self._lost_store()
+        The rank that failed raises its own error, the others StepError with the first error. When all ranks fail at the
+        same point (a loss that is not finite), each raises its own error and the job goes on; otherwise it does not.
+        """
+        if self._depth:
+            yield
             return
-        silent = [r for r in range(self.num_ranks) if r != self.rank and seen[r] == now[r]]
-        if not self.has_failed and silent:
-            self.declare(
-                f"{named(silent)} does not answer, and a connection has broken",
-                f"nothing in {SUSPECT:g} s, as rank {self.rank} found",
-                silent[0],
+        if self.failure is not None:
+            raise StepError(
+                "this job has failed, and its steps cannot be used again",
+                where=f"seen by rank {self.rank}",
+                got=f"{self.failure['what']}: {self.failure['got']}",
+                hint="restart the job from its last checkpoint",
             )
+        self._num_guards += 1
+        self._depth += 1
+        try:
+            yield
+            self.check()
+        except BaseException as error:
+            if not self._recovers(error, communicator):
+                self._spread(error)
+                if self.failure is not None and self.failure["rank"] != self.rank:
+                    raise self._error() from error
+            raise
+        finally:
+            self._depth -= 1
 
-    def settle(self) -> None:
-        """Called with the failure known. Rank 0 waits until the others know it, because the store may end with it."""
-        if self.rank == 0:
-            with suppress(RuntimeError):
-                self._until(lambda: self._store.add("seen", 0) >= self.num_ranks, LOCKSTEP)
-
-    def close(self, linger: float = 0.0) -> None:
-        """Stop watching. While nothing has failed, rank 0 waits for the others to stop: up to `linger` seconds, and up
-        to the timeout of a collective for live processes that have not ended its last call yet."""
-        if self._stop.is_set():
-            return
-        atexit.unregister(self.close)
-        self.calls.watches.remove(self)
-        with suppress(RuntimeError):  # the store ended first
-            self._has_ended = linger > 0
-            self._post(self._mine)
-            self._store.set(f"closed/{self.rank}", "")
-            if self.rank == 0 and linger:
-                self._await_others(linger)
-        self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2 * POLL)
-        if self.has_failed:
-            self._release(linger > 0)
-
-    def _await_others(self, linger: float) -> None:
-        others = [f"closed/{rank}" for rank in range(1, self.num_ranks)]
-        begun = time.monotonic()
-        while not self.has_failed and not self._store.check(others) and time.monotonic() - begun < self._timeout:
-            has_slow = any([self._is_behind(rank) for rank in range(1, self.num_ranks)])  # opens all lifelines
-            if time.monotonic() - begun >= linger and not has_slow:
-                return
-            time.sleep(0.05 if time.monotonic() - begun < linger else SLOW_POLL)
-
-    def _is_behind(self, rank: int) -> bool:
-        """Whether a process is known to live and has not ended this process's last call: it still needs the store."""
-        if self._store.check([f"closed/{rank}"]) or self._is_dead(rank) is not False:
+    def _recovers(self, error: BaseException, communicator: Communicator | None) -> bool:
+        """Whether all ranks failed at the same point, after the same number of collectives."""
+        if self.failure is not None or _is_lost(error) or not isinstance(error, Exception):
             return False
-        its = _posted(self._beat_of(rank))
-        return not its.has_ended and (its.num < self.calls.now.num or its.is_inside)
+        counts = [] if communicator is None else [communicator.num_started, communicator.num_waited]
+        key = f"failure at {[self._num_guards, self._num_gathers, *counts]}"
+        self._send("value", key, None)
+        if self._await_values(key, LOCKSTEP) is None:
+            return False
+        try:
+            if communicator is not None:
+                communicator.drain()
+        except StepError:
+            return False
+        return True
+
+    def _spread(self, error: BaseException) -> None:
+        """Make sure that the first failure is known everywhere."""
+        text = f"{type(error).__name__}: {error}".rstrip(": ")[:_MAX_TEXT]
+        failure = {"what": f"rank {self.rank} failed", "got": text, "rank": self.rank}
+        if _is_lost(error):  # because of another failure, which is about to be known
+            self._await(lambda: self.failure is not None or self._is_left, 1.5 * GRACE)
+            failure |= {"what": f"a connection of rank {self.rank} has broken", "is_lost": True, "rank": -1}
+        if self.failure is None:
+            self._send("failed", failure)
+            if self._is_left or not self._await(lambda: self.failure is not None, LOCKSTEP):
+                what = "rank 0 has ended its script while others go on" if self._is_left else failure["what"]
+                self._fail({**failure, "what": what})
+        if self._hub is not None:
+            self._hub.await_others(LOCKSTEP, is_healthy=False)
+
+    def _fail(self, failure: dict[str, Any]) -> None:
+        with self._changed:
+            if self.failure is not None:
+                return
+            self.failure = failure
+            self._changed.notify_all()
+        for communicator in self._communicators:
+            communicator.abort()
+
+    def add(self, communicator: Communicator) -> None:
+        """A world has begun: a failure ends what it waits for."""
+        self._communicators = [*self._communicators, communicator]
+
+    def remove(self, communicator: Communicator) -> None:
+        """A world has ended."""
+        self._communicators = [each for each in self._communicators if each is not communicator]
+        if self.failure is not None:
+            communicator.release(False)
+
+    # calls and values
+
+    @contextmanager
+    def call(
+        self, name: str, detail: Any = (), *, meets: bool = True, communicator: Communicator | None = None
+    ) -> Iterator[None]:
+        """`guard`, for a call that every rank makes. `detail` are the shapes of its batch by name. `meets` is False if
+        ranks exchange values before anything else. A call inside another is part of that call."""
+        with self.guard(communicator):
+            if self._is_inside:
+                yield
+                return
+            now = (self._calls[-1][0] + 1, name, detail)
+            is_another = self._before != (name, detail)
+            self._before, self._calls, self._is_inside = (name, detail), (*self._calls[1 - _KEPT :], now), True
+            try:
+                if self._meets_always or (meets and is_another):
+                    self.gather(f"call {now[0]}, {_text(name, detail)}", None)
+                yield
+            finally:
+                self._is_inside = False
+
+    def note(self, choice: str) -> None:
+        """What this rank does in its call, by its own decision: shown if ranks differ."""
+        *before, (num, name, detail) = self._calls
+        self._calls = (*before, (num, f"{name}, which {choice}", detail))
+        self._post()  # the call may have been posted without it
+
+    def gather(self, name: str, value: Any, seconds: float = ABSENT) -> dict[int, Any]:
+        """The values of all ranks, which are JSON, by rank. All ranks call it, with the same name.
+        Raises StepError, on every rank, if one does not come or has failed."""
+        self._num_gathers += 1
+        key, begun = f"{self._num_gathers} {name}", time.monotonic()
+        self._send("value", key, value)
+        values = self._await_values(key, min(seconds, NOTE))
+        if values is None and not (self.failure or self._is_left):
+            _NOTES.warning("rank %d has waited %g s for other ranks to come to %s", self.rank, NOTE, name)
+            values = self._await_values(key, seconds - NOTE)
+        while values is None:
+            self.check()
+            if self._is_left:
+                raise ConnectionLost("rank 0 has ended its script", got=name)
+            self._send("absent", key, round(time.monotonic() - begun))
+            values = self._await_values(key, LOCKSTEP)
+        return {rank: value for value, ranks in values for rank in ranks}
+
+    def _await_values(self, key: str, seconds: float) -> Any:
+        self._await(lambda: key in self._values or self.failure is not None or self._is_left, seconds)
+        return self._values.pop(key, None)
+
+    def _await(self, is_so: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        with self._changed:
+            while not is_so() and time.monotonic() < end:
+                self._changed.wait(POLL)
+        return is_so()
+
+    # the end
+
+    def close(self) -> None:
+        """This rank makes no further calls. Rank 0 waits for the others."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if not self._has_left:
+            self._leave(uncaught_exception()[:_MAX_TEXT])
+        if self._hub is not None:
+            is_healthy = self.failure is None
+            self._hub.await_others(END if is_healthy else LOCKSTEP, is_healthy=is_healthy)
+            self._hub.tell(message("bye"))
+            self._hub.close()
+        self._thread.join(timeout=2 * POLL)
+        if self.failure is not None:
+            for communicator in self._communicators:
+                communicator.release(True)
+
+    def _leave(self, by: str = "") -> None:
+        """Tell that this rank's script has ended, `by` an exception or in good order."""
+        self._has_left = True
+        self._send("ended", self._texts(), by)
+        if self._link is not None:
+            with suppress(OSError):
+                self._link.connection.shutdown(socket.SHUT_WR)
+
+    def forget(self) -> None:
+        """Close everything without a word, in a process that was forked: it would keep connections open."""
+        self._is_closed = True
+        if self._link is not None:
+            self._link.connection.close()
+        if self._hub is not None:
+            self._hub.close()
 
     # the thread
 
-    def _run(self) -> None:
-        neighbour = (self.rank + 1) % self.num_ranks
-        heard, heard_at, beat_at, before = b"", time.monotonic(), 0.0, self.calls.now
-        try:
-            while not self._stop.wait(POLL) and not self.has_failed:
-                if self._store.check(["first"]):
-                    self._fail(json.loads(self._store.get("first")))
-                    return
-                is_dead = self._is_dead(neighbour)
-                if is_dead and not self._differs(_posted(self._beat_of(neighbour))) and not self._ended(neighbour):
-                    self._declare_gone(neighbour)
-                    return
-                calls, now = self._mine, time.monotonic()
-                is_due, is_stuck = now - beat_at >= BEAT, calls == before
-                before = calls
-                # If this process's own beat was late, it was stopped, and perhaps its neighbour with it.
-                was_stopped = is_due and now - beat_at > 3 * BEAT
-                if is_due:
-                    self._beat, beat_at = self._beat + 1, now
-                if is_due or (is_stuck and calls != self._posted):
-                    self._post(calls)
-                if not (is_due or (is_stuck and calls.is_inside)):
-                    continue
-                beat = self._beat_of(neighbour)
-                if self._differs(_posted(beat)):
-                    return
-                if beat != heard or was_stopped or _posted(beat).has_ended:
-                    heard, heard_at = beat, now
-                if is_dead is None and now - heard_at > self._timeout:
-                    self._declare_gone(neighbour, f"it has not answered for {self._timeout:g} s")
-        except RuntimeError:
-            if not self._stop.is_set():
-                self._lost_store()
+    def _texts(self) -> dict[int, str]:
+        return {num: _text(name, detail) for num, name, detail in self._calls if num}
 
-    @property
-    def _mine(self) -> Posted:
-        has_ended = self._has_ended or not dist.is_initialized()
-        if not has_ended:
-            return self.calls.now
-        return replace(self.calls.now, has_ended=True, ended_by=uncaught_exception()[:_MAX_TEXT])
+    def _post(self) -> None:
+        self._send("calls", self._texts(), "")
 
-    def _post(self, calls: Posted) -> None:
-        self._posted = calls
-        self._store.set(f"beat/{self.rank}", json.dumps([self._beat, calls.write()]))
-
-    def _differs(self, other: Posted) -> bool:
-        """Whether a rank is in another call than this rank; that is then declared."""
-        num = self.calls.now.differs_from(other)
-        if num is None:
-            num = other.differs_from(self.calls.now)
-        if num is None:
-            return False
-        posted = {rank: _posted(beat) for rank, beat in enumerate(self._beats())} | {self.rank: self.calls.now}
-        self._declare(failure_of(num, posted))
-        return True
-
-    def _is_dead(self, rank: int) -> bool | None:
-        """Whether the process of a rank has ended; None if unknown."""
-        return None if self.calls.lifelines is None else self.calls.lifelines.is_dead(rank)
-
-    def _declares_dead(self) -> bool:
-        """Whether any other process has ended; the first that has is declared."""
-        dead = next((rank for rank in range(self.num_ranks) if rank != self.rank and self._is_dead(rank)), None)
-        if dead is not None:
-            self._declare_gone(dead)
-        return dead is not None
-
-    def _ended(self, rank: int) -> bool:
-        """Whether a rank has said that its script has ended."""
-        return _posted(self._beat_of(rank)).has_ended
-
-    def _beat_of(self, rank: int) -> bytes:
-        key = f"beat/{rank}"
-        return self._store.get(key) if self._store.check([key]) else b""
-
-    def _beats(self) -> list[bytes]:
-        return [self._beat_of(rank) for rank in range(self.num_ranks)]
-
-    def _until(self, done: Callable[[], bool], seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not done():
-            time.sleep(0.05)
-
-    def _declare_gone(self, rank: int, why: str = "its process has ended") -> None:
-        self.declare(f"rank {rank} is gone", f"{why}, as rank {self.rank} found", rank)
-
-    def _lost_store(self) -> None:
-        """If a world of this process knows a failure, that is why the store has ended; else rank 0 is gone."""
-        self._fail(
-            self.calls.failure
-            or {
-                "what": "rank 0 is gone",
-                "got": "the job's store does not answer: the process that hosts it, rank 0 or torchrun, has ended",
-                "rank": 0,
-            }
-        )
-
-    def _fail(self, failure: dict[str, Any]) -> None:
-        with self._lock:
-            if self._failure is not None:
+    def _send(self, kind: str, *parts: Any) -> None:
+        with self._changed:
+            if self._link is None:
+                self._unsent.append(message(kind, *parts))
                 return
-            self._failure = failure
-            self.calls.failure = self.calls.failure or failure
-        with suppress(RuntimeError):
-            self._store.add("seen", 1)
-        self._on_failure()
+        self._link.send(message(kind, *parts))
 
-
-def _posted(beat: bytes) -> Posted:
-    return Posted.read(json.loads(beat)[1]) if beat else Posted()
-
-
-def await_work(work: Any, check: Callable[[], None]) -> None:
-    """Wait for a Gloo work (or an object with the same `wait`), calling `check` (which may raise) every POLL seconds.
-
-    It costs nothing while the work runs, because `wait` with a timeout sleeps on the work's own condition variable.
-    """
-    while True:
-        try:
-            work.wait(timedelta(seconds=POLL))
+    def _run(self, store: Any) -> None:
+        link = self._connected(store)
+        if link is None:
             return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # returns, or raises what went wrong
-                return
-        check()
+        with self._changed:
+            self._link = link
+            link.send(b"".join(self._unsent))
+        with selectors.DefaultSelector() as selector:
+            selector.register(link.connection, selectors.EVENT_READ)
+            self._listen(link, selector)
+        link.connection.close()
+
+    def _listen(self, link: Link, selector: selectors.BaseSelector) -> None:
+        seen, since, is_posted = self._calls, time.monotonic(), False
+        while self.failure is None:
+            messages = link.receive() if selector.select(_LOOK) else []
+            if messages is None:
+                break
+            for kind, *parts in messages:
+                self._hear(kind, *parts)
+            if self._calls is not seen:
+                seen, since, is_posted = self._calls, time.monotonic(), False
+            if not (is_posted or self._has_left) and time.monotonic() - since > STUCK:
+                is_posted = True
+                self._post()
+            if not (self._has_left or dist.is_initialized()):
+                self._leave()  # the process may end at any time
+        if not (self.failure or self._has_left or self._is_left):
+            time.sleep(GRACE)
+            if not self._has_left and dist.is_initialized():
+                self._fail({"what": "rank 0 is gone", "got": "its process has ended", "rank": 0})
+
+    def _hear(self, kind: str, *parts: Any) -> None:
+        if kind == "failed":
+            self._fail(parts[0])
+        with self._changed:
+            self._is_left |= kind == "bye"
+            if kind == "values":
+                self._values[parts[0]] = parts[1]
+            self._changed.notify_all()
+
+    def _connected(self, store: Any) -> Link | None:
+        """A connection to rank 0, which has said hello; a failure if there is none in time."""
+        end, trouble = float("inf"), ""
+        while not self._is_closed and time.monotonic() < end:
+            time.sleep(0.02)
+            try:
+                if not store.check([_KEY]):
+                    continue
+                address, port, token = json.loads(store.get(_KEY))
+            except RuntimeError:
+                got = "the job's store does not answer: the process that hosts it, rank 0 or torchrun, has ended"
+                self._fail({"what": "rank 0 is gone", "got": got, "rank": 0})
+                return None
+            end = min(end, time.monotonic() + _CONNECT)
+            for host in dict.fromkeys([os.environ.get("MASTER_ADDR", "127.0.0.1"), address]):
+                try:
+                    link = Link(socket.create_connection((host, port), timeout=5.0))
+                    link.send(message("hello", token, self.rank))
+                    if (link.receive() or [None])[0] == ["hello", token]:
+                        return link
+                    link.connection.close()
+                    trouble = f"another process answers at {host}:{port}"
+                except (OSError, ValueError) as error:
+                    trouble = f"{host}:{port}: {error}"
+        if not self._is_closed:
+            self._fail({"what": f"rank {self.rank} cannot reach rank 0", "got": trouble, "rank": -1})
+        return None
+
+
+def _text(name: str, detail: Any) -> str:
+    return f"{name} ({shapes_text(detail)})" if detail else name
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether `error` results from a broken connection: meshweave's collectives say so, torch's name their library."""
+    while error is not None:
+        if isinstance(error, ConnectionLost | dist.DistError) or "gloo/transport" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def uncaught_exception() -> str:
+    """The exception that ends this script, as text; empty if none does. Python records it when it prints it."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # Python 3.12 and later
+    return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def address_towards(host: str) -> str:
+    """The address from which this machine sends to `host`, empty if it cannot; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+_WATCHES: WeakKeyDictionary[Any, Watch] = WeakKeyDictionary()  # by the store of a job, as torch stores its groups
+
+
+def watch_of_job() -> Watch:
+    """The watch of the current torch.distributed job."""
+    store = default_store()
+    if store not in _WATCHES:
+        _WATCHES[store] = Watch(store, dist.get_rank(), dist.get_world_size())
+    return _WATCHES[store]
+
+
+def close_watch() -> bool:
+    """Close the watch of the current job, if there is one. Whether a rank has failed."""
+    watch = _WATCHES.get(default_store())
+    if watch is not None:
+        watch.close()
+    return watch is not None and watch.failure is not None
+
+
+def _forget_in_child() -> None:
+    for watch in list(_WATCHES.values()):
+        watch.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

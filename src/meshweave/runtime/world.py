@@ -49,12 +49,12 @@ class World(Protocol):
         """A context in which a failure here reaches every other process."""
         ...
 
-    def call(self, name: str, detail: Any = (), is_compared: bool = False) -> AbstractContextManager[None]:
+    def call(self, name: str, detail: Any = (), *, meets: bool = True) -> AbstractContextManager[None]:
         """`guard`, for a call that every process makes."""
         ...
 
-    def choose(self, choice: str) -> None:
-        """A choice within the current call: every process makes the same."""
+    def note(self, choice: str) -> None:
+        """What this process does in the current call, by its own decision: shown if processes differ."""
         ...
 
     def check(self) -> None:
@@ -141,10 +141,10 @@ class LocalWorld:
     def guard(self) -> Iterator[None]:
         yield
 
-    def call(self, name: str, detail: Any = (), is_compared: bool = False) -> AbstractContextManager[None]:
+    def call(self, name: str, detail: Any = (), *, meets: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def choose(self, choice: str) -> None:
+    def note(self, choice: str) -> None:
         pass
 
     def check(self) -> None:

@@ -7,7 +7,11 @@ that does not come is an error with its name, never a hang.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,17 +23,41 @@ from meshweave.interop.process_groups import default_store, is_in_job, ranks_of_
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import argument, op_name, place_of
 from meshweave.problem.figures import CostNumbers
-from meshweave.runtime.consensus import TIMEOUT_SECONDS, Exchange, named
+from meshweave.runtime.hub import named
+
+TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
+NOTE_SECONDS = 30.0  # of waiting after which a rank says so
+_LOOK_SECONDS = 0.1  # the longest pause between two polls of the store
+_PURPOSE = "agree on the order of a graph's communications"
+_NOTES = logging.getLogger("meshweave")
 
 
 class GraphsDifferError(MeshweaveError):
     """Ranks compile graphs of other structure, so that no order of one is an order of the others."""
 
 
-class Agreement(Exchange):
-    """What ranks that compile the same graph agree on, in successive exchanges."""
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What `ranks` that compile the same graph, of which this process is `rank`, agree on, in turns through `store`.
 
-    __slots__ = ()
+    In a turn every rank sends a value, the lowest rank judges all values, and every rank returns or raises its verdict.
+    The lowest rank waits `timeout_seconds` for the others, they wait twice as long for it, so that all learn who is
+    missing. Each rank counts its turns in the store: the n-th turns of all ranks meet.
+    """
+
+    store: Any  # a torch.distributed.Store
+    rank: int
+    ranks: tuple[int, ...]
+    timeout_seconds: float = TIMEOUT_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.rank not in self.ranks or list(self.ranks) != sorted(set(self.ranks)) or not self.timeout_seconds > 0:
+            raise MeshweaveError(
+                "these ranks cannot agree",
+                where=f"rank {self.rank}",
+                got=f"ranks {self.ranks}, timeout {self.timeout_seconds:g} s",
+                expected="ranks in rising order, this one among them, and a timeout above 0 s",
+            )
 
     def figures(self, mine: CostNumbers, settings: str = "") -> CostNumbers:
         """The figures of the lowest rank. Raises MeshweaveError with the ranks that did not come or that have other
@@ -79,6 +107,72 @@ class Agreement(Exchange):
             _judge_blocks(answers)
 
         self.exchange([digest, len(events), tables, blocks], judge)
+
+    def exchange(self, own_answer: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
+        """What `judge` returns, on the lowest rank, for the values of all ranks; values are JSON.
+        Raises MeshweaveError: the judge's error, or an error that names the missing ranks."""
+        try:
+            key = self._turn()
+            if self.rank == self.ranks[0]:
+                verdict = self._verdict(key, own_answer, judge)
+                self.store.set(f"{key}/verdict", json.dumps(verdict))
+            else:
+                self.store.set(f"{key}/{self.rank}", json.dumps(own_answer))
+                if self._missing(key, ["verdict"], 2 * self.timeout_seconds):
+                    raise self._absent(self.ranks[:1], 2 * self.timeout_seconds)
+                verdict = json.loads(self.store.get(f"{key}/verdict"))
+        except RuntimeError as error:  # what stores raise if their server is gone
+            raise MeshweaveError(
+                "the store of torch.distributed cannot be reached",
+                where=f"rank {self.rank}",
+                got=str(error).splitlines()[0],
+                expected=f"an answer from {named(self.ranks)}",
+                hint="the process that serves it, usually that of rank 0, has ended: see its log",
+            ) from error
+        if "error" in verdict:
+            raise MeshweaveError(**verdict["error"])
+        return verdict["said"]
+
+    def _turn(self) -> str:
+        """The keys of this turn. They are specific to these ranks, because others may have counted further."""
+        prefix = f"meshweave/agreement/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]}"
+        return f"{prefix}/{self.store.add(f'{prefix}/turn/{self.rank}', 1)}"
+
+    def _verdict(self, key: str, own_answer: Any, judge: Callable[[Mapping[int, Any]], Any]) -> dict[str, Any]:
+        others = self.ranks[1:]
+        try:
+            missing = self._missing(key, [str(rank) for rank in others], self.timeout_seconds)
+            if missing:
+                raise self._absent([int(rank) for rank in missing], self.timeout_seconds)
+            answers = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in others}
+            mine = {self.ranks[0]: json.loads(json.dumps(own_answer))}
+            return {"said": judge(mine | answers)}
+        except MeshweaveError as error:
+            return {"error": {part: getattr(error, part) for part in ("what", "where", "got", "expected", "hint")}}
+
+    def _missing(self, key: str, names: Sequence[str], seconds: float) -> list[str]:
+        """The names that are still unset after `seconds`; returns earlier if all are set."""
+        keys, begun, pause, is_noted = [f"{key}/{name}" for name in names], time.monotonic(), 0.001, False
+        end = begun + seconds
+        while keys and not self.store.check(keys):  # `wait` with a short timeout would log every timeout
+            if time.monotonic() > end:
+                return [name for name, wanted in zip(names, keys, strict=True) if not self.store.check([wanted])]
+            if not is_noted and time.monotonic() - begun > NOTE_SECONDS:
+                is_noted = True
+                _NOTES.warning(f"rank {self.rank} has waited {NOTE_SECONDS:g} s for other ranks to {_PURPOSE}")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LOOK_SECONDS)
+        return []
+
+    def _absent(self, ranks: Sequence[int], seconds: float) -> MeshweaveError:
+        return MeshweaveError(
+            f"ranks did not come to {_PURPOSE}",
+            where=named(ranks),
+            got=f"nothing in {seconds:g} s",
+            expected=f"{named(self.ranks)} compiling the same graphs in the same order",
+            hint="a rank has failed, compiles other graphs (pass ranks=), has this graph for another shape already "
+            "(torch.compile(dynamic=True)), or needs longer (pass timeout_seconds=)",
+        )
 
 
 def _judge_order(answers: Mapping[int, Any], lead: int) -> None:

@@ -14,7 +14,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.gloo import let_gathers_overlap
 from meshweave.passes.former import refuse_former
 from meshweave.passes.options import PassesArgument
-from meshweave.runtime.consensus import TIMEOUT_SECONDS
+from meshweave.torch_compile.agreement import TIMEOUT_SECONDS
 from meshweave.torch_compile.scheduling import BackendSettings, Cost, settings
 
 # In the form of aot_autograd: from a graph and its (fake) inputs to a callable.

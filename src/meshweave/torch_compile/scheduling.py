@@ -29,11 +29,16 @@ from meshweave.passes.candidates import run_passes
 from meshweave.passes.options import PassesArgument
 from meshweave.passes.table import GROUPS
 from meshweave.rows import SplitReport
-from meshweave.runtime.consensus import TIMEOUT_SECONDS
 from meshweave.schedule import OverlapReport
 from meshweave.schedule.decide import OverlapOptions
 from meshweave.search import Candidate
-from meshweave.torch_compile.agreement import Agreement, GraphsDifferError, only_group, world_agreement
+from meshweave.torch_compile.agreement import (
+    TIMEOUT_SECONDS,
+    Agreement,
+    GraphsDifferError,
+    only_group,
+    world_agreement,
+)
 
 Cost = MachineProfile | Callable[..., float]
 # The default profile, by the device type of the graph.
