@@ -285,7 +285,7 @@ def job_with_a_child(pipe: Connection) -> dict[str, Any]:
     if dist.get_rank() == 1:
         if os.fork() == 0:
             pipe.close()
-            time.sleep(30)
+            time.sleep(15)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()

@@ -144,18 +144,24 @@ class Hub:
                 link.send(text)
 
     def _run(self) -> None:
-        with suppress(OSError, ValueError):  # closed
+        with suppress(OSError, ValueError, KeyError):  # closed
             while not self._is_closed:
                 for key, _ in self._selector.select(GRACE / 8 if self._lost else None):
                     if key.data is None:
-                        link = Link(self._listener.accept()[0])
-                        self._links.add(link)
-                        self._selector.register(link.connection, selectors.EVENT_READ, link)
+                        self._accept()
                     else:
                         self._serve(key.data)
                 for rank, since in list(self._lost.items()):
                     if time.monotonic() - since >= GRACE:
                         self._declare(_gone(rank))
+
+    def _accept(self) -> None:
+        try:
+            link = Link(self._listener.accept()[0])
+        except OSError:  # that process has gone again
+            return
+        self._links.add(link)
+        self._selector.register(link.connection, selectors.EVENT_READ, link)
 
     def _serve(self, link: Link) -> None:
         try:
