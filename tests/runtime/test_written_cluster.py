@@ -18,6 +18,11 @@ import meshweave as mw
 pytestmark = pytest.mark.multiprocess
 
 
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 @torch.no_grad()
 def write(what: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Between two steps, on every rank."""
@@ -43,7 +48,7 @@ class Stages(nn.Module):
 def job_written(pipe: Connection, what: str) -> dict[str, Any]:
     torch.manual_seed(0)
     is_pipeline = what == "stages"
-    model, data = Stages() if is_pipeline else nn.Linear(4, 4), batches(4, (4, 4), (4, 4))
+    model, data = Stages() if is_pipeline else Layer(4, 4), batches(4, (4, 4), (4, 4))
     optimizer, mesh = torch.optim.AdamW(model.parameters(), lr=0.1), "pp=2" if is_pipeline else "dp=2"
     step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh=mesh, profile="alpha-beta")
     for batch in data[:2]:

@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -211,10 +211,11 @@ class Watch:
                 self._is_inside = False
 
     def note(self, choice: str) -> None:
-        """What this rank does in its call, by its own decision: shown if ranks differ."""
+        """What this rank does in its call, by its own decision: shown if ranks differ. Until it is posted with the call,
+        the call is not compared."""
         *before, (num, name, detail) = self._calls
         self._calls = (*before, (num, f"{name}, which {choice}", detail))
-        self._post()  # the call may have been posted without it
+        self._send("calls", _texts(before), "")
 
     def gather(self, name: str, value: Any, seconds: float = ABSENT) -> dict[int, Any]:
         """The values of all ranks, which are JSON, by rank. All ranks call it, with the same name.
@@ -268,7 +269,7 @@ class Watch:
     def _leave(self, by: str = "") -> None:
         """Tell that this rank's script has ended, `by` an exception or in good order."""
         self._has_left = True
-        self._send("ended", self._texts(), by)
+        self._send("ended", _texts(self._calls), by)
         if self._link is not None:
             with suppress(OSError):
                 self._link.connection.shutdown(socket.SHUT_WR)
@@ -282,12 +283,6 @@ class Watch:
             self._hub.close()
 
     # the thread
-
-    def _texts(self) -> dict[int, str]:
-        return {num: _text(name, detail) for num, name, detail in self._calls if num}
-
-    def _post(self) -> None:
-        self._send("calls", self._texts(), "")
 
     def _send(self, kind: str, *parts: Any) -> None:
         with self._changed:
@@ -320,7 +315,7 @@ class Watch:
                 seen, since, is_posted = self._calls, time.monotonic(), False
             if not (is_posted or self._has_left) and time.monotonic() - since > STUCK:
                 is_posted = True
-                self._post()
+                self._send("calls", _texts(seen), "")
             if not (self._has_left or dist.is_initialized()):
                 self._leave()  # the process may end at any time
         if not (self.failure or self._has_left or self._is_left):
@@ -355,7 +350,10 @@ class Watch:
                 try:
                     link = Link(socket.create_connection((host, port), timeout=5.0))
                     link.send(message("hello", token, self.rank))
-                    if (link.receive() or [None])[0] == ["hello", token]:
+                    answer, *others = link.receive() or [None]
+                    if answer == ["hello", token]:
+                        for kind, *parts in others:
+                            self._hear(kind, *parts)
                         return link
                     link.connection.close()
                     trouble = f"another process answers at {host}:{port}"
@@ -368,6 +366,10 @@ class Watch:
 
 def _text(name: str, detail: Any) -> str:
     return f"{name} ({shapes_text(detail)})" if detail else name
+
+
+def _texts(calls: Sequence[tuple[int, str, Any]]) -> dict[int, str]:
+    return {num: _text(name, detail) for num, name, detail in calls if num}
 
 
 def _is_lost(error: BaseException | None) -> bool:
