@@ -211,8 +211,8 @@ class Watch:
                 self._is_inside = False
 
     def note(self, choice: str) -> None:
-        """What this rank does in its call, by its own decision: shown if ranks differ. Until it is posted with the call,
-        the call is not compared."""
+        """What this rank does in its call, by its own decision: shown if ranks differ. The call is not compared until
+        it is posted with it."""
         *before, (num, name, detail) = self._calls
         self._calls = (*before, (num, f"{name}, which {choice}", detail))
         self._send("calls", _texts(before), "")

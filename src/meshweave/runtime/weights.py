@@ -13,6 +13,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.runtime.fingerprint import fingerprint, is_comparable
 from meshweave.runtime.hub import named
 
+WAYS = ("broadcast", "error")
 
 
 def align_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Any, on_different: str) -> None:
@@ -41,7 +42,7 @@ def align_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None, wor
             where=named(others),
             got=f"{got}, on rank {others[0]}",
             expected="the same model on every rank",
-            hint="seed every rank equally, load the same checkpoint, or leave RunOptions(on_different_weights=) at 'broadcast'",
+            hint="seed every rank equally, load the same checkpoint, or leave on_different_weights at 'broadcast'",
         )
     with torch.no_grad():
         for value in tensors.values():
