@@ -67,7 +67,7 @@ def different_calls(posted: Mapping[int, Mapping[int, str]], ended: Mapping[int,
 
 
 @dataclass(eq=False)
-class Link:
+class MessageLink:
     """A connection that carries messages, one JSON text a line."""
 
     connection: socket.socket
@@ -113,7 +113,7 @@ class Hub:
         self.port = int(self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._links: set[Link] = set()
+        self._links: set[MessageLink] = set()
         self._failure: dict[str, Any] | None = None
         self._gathers: dict[str, dict[int, Any]] = {}  # values that have come, by name and rank
         self._posted: dict[int, dict[int, str]] = {}
@@ -157,13 +157,13 @@ class Hub:
 
     def _accept(self) -> None:
         try:
-            link = Link(self._listener.accept()[0])
+            link = MessageLink(self._listener.accept()[0])
         except OSError:  # that process has gone again
             return
         self._links.add(link)
         self._selector.register(link.connection, selectors.EVENT_READ, link)
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: MessageLink) -> None:
         try:
             messages = link.receive()
             for kind, *parts in messages or ():
@@ -177,7 +177,7 @@ class Hub:
             if link.rank >= 0 and link.rank not in self._ended and self._failure is None:
                 self._lost[link.rank] = time.monotonic()
 
-    def _hear(self, link: Link, kind: str, *parts: Any) -> None:
+    def _hear(self, link: MessageLink, kind: str, *parts: Any) -> None:
         if link.rank < 0:
             token, rank = parts
             if token != self.token:

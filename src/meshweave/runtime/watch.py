@@ -31,7 +31,7 @@ import torch.distributed as dist
 from meshweave.capture.batch import shapes_text
 from meshweave.errors import StepError
 from meshweave.interop.process_groups import default_store
-from meshweave.runtime.hub import GRACE, Hub, Link, message
+from meshweave.runtime.hub import GRACE, Hub, MessageLink, message
 
 # Seconds.
 POLL = 0.25  # between two looks at a known failure while something is waited for
@@ -48,7 +48,7 @@ _KEY = "meshweave/watch"
 _NOTES = logging.getLogger("meshweave")
 
 
-class Communicator(Protocol):
+class FailingCommunicator(Protocol):
     """What runs the collectives of a world."""
 
     num_started: int
@@ -71,14 +71,14 @@ class Watch:
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         self.rank, self.num_worlds = rank, 0
         self.failure: dict[str, Any] | None = None
-        self._communicators: list[Communicator] = []  # of the worlds that are open
+        self._communicators: list[FailingCommunicator] = []  # of the worlds that are open
         self._calls: tuple[tuple[int, str, Any], ...] = ((0, "", ()),)  # number, name, shapes; replaced by each call
         self._before: tuple[str, Any] = ("", ())
         self._is_inside, self._depth, self._num_guards, self._num_gathers = False, 0, 0, 0
         self._meets_always = "ranks" in os.environ.get("MESHWEAVE_DEBUG", "").split(",")
         self._changed = threading.Condition()
         self._values: dict[str, Any] = {}  # that have come
-        self._link: Link | None = None
+        self._link: MessageLink | None = None
         self._unsent: list[bytes] = []  # until there is a link
         self._is_closed, self._has_left, self._is_left = False, False, False  # the last: by rank 0, in good order
         self._hub = Hub(num_ranks) if rank == 0 else None
@@ -108,7 +108,7 @@ class Watch:
         )
 
     @contextmanager
-    def guard(self, communicator: Communicator | None = None) -> Iterator[None]:
+    def guard(self, communicator: FailingCommunicator | None = None) -> Iterator[None]:
         """A context in which a failure of a rank is an error on every rank, within seconds.
 
         The rank that failed raises its own error, the others StepError with the first error. When all ranks fail at the
@@ -138,7 +138,7 @@ class Watch:
         finally:
             self._depth -= 1
 
-    def _recovers(self, error: BaseException, communicator: Communicator | None) -> bool:
+    def _recovers(self, error: BaseException, communicator: FailingCommunicator | None) -> bool:
         """Whether all ranks failed at the same point, after the same number of collectives."""
         if self.failure is not None or _is_lost(error) or not isinstance(error, Exception):
             return False
@@ -178,11 +178,11 @@ class Watch:
         for communicator in self._communicators:
             communicator.abort()
 
-    def add(self, communicator: Communicator) -> None:
+    def add(self, communicator: FailingCommunicator) -> None:
         """A world has begun: a failure ends what it waits for."""
         self._communicators = [*self._communicators, communicator]
 
-    def remove(self, communicator: Communicator) -> None:
+    def remove(self, communicator: FailingCommunicator) -> None:
         """A world has ended."""
         self._communicators = [each for each in self._communicators if each is not communicator]
         if self.failure is not None:
@@ -192,7 +192,7 @@ class Watch:
 
     @contextmanager
     def call(
-        self, name: str, detail: Any = (), *, meets: bool = True, communicator: Communicator | None = None
+        self, name: str, detail: Any = (), *, meets: bool = True, communicator: FailingCommunicator | None = None
     ) -> Iterator[None]:
         """`guard`, for a call that every rank makes. `detail` are the shapes of its batch by name. `meets` is False if
         ranks exchange values before anything else. A call inside another is part of that call."""
@@ -303,7 +303,7 @@ class Watch:
             self._listen(link, selector)
         link.connection.close()
 
-    def _listen(self, link: Link, selector: selectors.BaseSelector) -> None:
+    def _listen(self, link: MessageLink, selector: selectors.BaseSelector) -> None:
         seen, since, is_posted = self._calls, time.monotonic(), False
         while self.failure is None:
             messages = link.receive() if selector.select(_LOOK) else []
@@ -332,7 +332,7 @@ class Watch:
                 self._values[parts[0]] = parts[1]
             self._changed.notify_all()
 
-    def _connected(self, store: Any) -> Link | None:
+    def _connected(self, store: Any) -> MessageLink | None:
         """A connection to rank 0, which has said hello; a failure if there is none in time."""
         end, trouble = float("inf"), ""
         while not self._is_closed and time.monotonic() < end:
@@ -348,7 +348,7 @@ class Watch:
             end = min(end, time.monotonic() + _CONNECT)
             for host in dict.fromkeys([os.environ.get("MASTER_ADDR", "127.0.0.1"), address]):
                 try:
-                    link = Link(socket.create_connection((host, port), timeout=5.0))
+                    link = MessageLink(socket.create_connection((host, port), timeout=5.0))
                     link.send(message("hello", token, self.rank))
                     answer, *others = link.receive() or [None]
                     if answer == ["hello", token]:
