@@ -346,8 +346,6 @@ LONG_TAIL: Mapping[str, tuple[str, ...]] = {
         "runtime/test_accumulation.py::test_gradients_are_reduced_once_whatever_the_number_of_microbatches[dp=2,fsdp=2]",
         "test_experts.py::test_experts_that_do_not_divide_evenly",
         "test_experts.py::test_a_family_trains_as_in_eager_pytorch[gpt_oss-tp=2]",
-        "stored/test_trouble.py::test_a_forged_entry_is_replaced[a class]",
-        "stored/test_trouble.py::test_a_forged_entry_is_replaced[an operator that writes]",
         "stored/test_trouble.py::test_a_damaged_entry_is_replaced[empty]",
         "stored/test_trouble.py::test_a_damaged_entry_is_replaced[another key]",
         "test_compile.py::test_one_layer_of_other_models_equals_eager[bert-tp=4]",

@@ -1,7 +1,8 @@
-"""Data cached on disk that meshweave can recreate: measurements and programs, as text under a key."""
+"""Data cached on disk that meshweave can recreate: measurements and programs, under a key."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -20,6 +21,7 @@ import torch
 
 _LOCK_S = 60.0  # longer than a calibration takes; a job that has waited this long measures for itself
 _POLL_S = 0.1
+_MOST_BYTES = 1 << 30  # of the entries of a directory: 450 programs of a 32-layer 8B step
 
 
 def cache_directory() -> Path:
@@ -55,9 +57,10 @@ def package_digest() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """A text stored under `key` (what it depends on, as text), in a file of its own.
+    """Data under `key` (all that they depend on, as text), in a file of its own: a digest of the rest, the key, and the
+    data.
 
-    The file contains a digest of the rest, the key and the text. It is data only: nothing in it is executed.
+    Directory and file are the user's own, and nobody else can write to them: else the entry is not used.
     """
 
     directory: Path
@@ -68,29 +71,32 @@ class CacheEntry:
     def path(self) -> Path:
         return self.directory / f"{sha256(self.key.encode()).hexdigest()[:24]}{self.suffix}"
 
-    def read(self) -> tuple[str, str]:
-        """The text, and what is wrong with the entry; both empty if there is no entry."""
+    def read(self) -> tuple[bytes, str]:
+        """The data, and what is wrong with the entry; both empty if there is no entry."""
         try:
-            text = self.path.read_text(encoding="utf-8")
+            with open(self.path, "rb", opener=_open_own) as file:
+                _check_own(self.directory, os.lstat(self.directory))
+                content = file.read()
         except FileNotFoundError:
-            return "", ""
-        except (OSError, UnicodeDecodeError) as error:
-            return "", f"{self.path} cannot be read ({error})"
-        head, _, rest = text.partition("\n")
-        key, _, kept = rest.partition("\n")
-        if head != f"# {_digest(rest)}" or key != f"# {json.dumps(self.key)}":
-            return "", f"{self.path} is damaged"
-        return kept, ""
+            return b"", ""
+        except OSError as error:
+            return b"", f"{self.path} cannot be read ({error})"
+        head, _, rest = content.partition(b"\n")
+        key, _, data = rest.partition(b"\n")
+        if head != _head(rest) or key != self._key_line():
+            return b"", f"{self.path} is damaged"
+        return data, ""
 
-    def write(self, text: str) -> str:
-        """Store a text atomically. Returns why it could not be stored, else an empty text."""
-        rest = f"# {json.dumps(self.key)}\n{text}"
+    def write(self, data: bytes) -> str:
+        """Store data atomically, and remove the oldest entries beyond `_MOST_BYTES`. Returns why the data could not be
+        stored, else an empty text."""
+        rest = self._key_line() + b"\n" + data
         temporary = ""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._make_directory()
             number, temporary = tempfile.mkstemp(prefix=self.path.stem, suffix=".part", dir=self.directory)
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                file.write(f"# {_digest(rest)}\n{rest}")
+            with os.fdopen(number, "wb") as file:
+                file.write(_head(rest) + b"\n" + rest)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
@@ -99,16 +105,27 @@ class CacheEntry:
                 with suppress(OSError):
                     os.unlink(temporary)
             return f"it could not be stored ({error})"
+        self._prune()
         return ""
 
-    def prune(self, most: int) -> None:
-        """Remove all but the `most` entries of the directory written last. Other processes may do the same."""
-        try:
-            entries = sorted(self.directory.glob(f"*{self.suffix}"), key=lambda path: path.stat().st_mtime)
-            for path in entries[:-most]:
-                path.unlink(missing_ok=True)
-        except OSError:
-            return
+    def _key_line(self) -> bytes:
+        return f"# {json.dumps(self.key)}".encode()
+
+    def _make_directory(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(PermissionError):  # of another user
+            self.directory.chmod(0o700)
+        _check_own(self.directory, os.lstat(self.directory))
+
+    def _prune(self) -> None:
+        """Remove the oldest entries. Other processes may do the same."""
+        with suppress(OSError):
+            stats = [(path, path.stat()) for path in self.directory.glob(f"*{self.suffix}")]
+            total = 0
+            for path, stat in sorted(stats, key=lambda pair: -pair[1].st_mtime):
+                total += stat.st_size
+                if total > _MOST_BYTES and path != self.path:
+                    path.unlink(missing_ok=True)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -116,7 +133,7 @@ class CacheEntry:
         directory, no lock support, another holder that takes too long) the entry is used without a lock: writes are
         atomic in any case."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._make_directory()
             number = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
         except OSError:
             yield
@@ -143,5 +160,22 @@ def _locked(number: int) -> bool:
     return True
 
 
-def _digest(text: str) -> str:
-    return sha256(text.encode()).hexdigest()
+def _head(rest: bytes) -> bytes:
+    return f"# {sha256(rest).hexdigest()}".encode()
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Open a file that is the user's own. Raises PermissionError for any other, and for a link."""
+    number = os.open(path, flags | os.O_NOFOLLOW)
+    try:
+        _check_own(Path(path), os.fstat(number))
+    except OSError:
+        os.close(number)
+        raise
+    return number
+
+
+def _check_own(path: Path, stat: os.stat_result) -> None:
+    """Raises PermissionError if a file or directory belongs to another user, or others can write to it."""
+    if stat.st_uid != os.geteuid() or stat.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "it belongs to another user, or others can write to it", str(path))

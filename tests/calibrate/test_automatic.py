@@ -83,7 +83,7 @@ def test_devices_are_known_by_name(device: str, expected: str | None) -> None:
 
 def test_an_entry_of_another_format_is_not_used(tmp_path: Path) -> None:
     entry = CacheEntry(tmp_path, "key")
-    entry.write(TEXT.replace("launch_s", "launching_s"))
+    entry.write(TEXT.replace("launch_s", "launching_s").encode())
     assert "not a profile of this version ('launching_s' is unknown)" in automatic._kept(entry)[1]
 
 
@@ -126,7 +126,7 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
         slow = re.sub(r"\[(\d+), ([0-9.e-]+)\]", lambda m: f"[{m[1]}, {float(m[2]) + 1e6}]", text)
         entry = CacheEntry(path.parent, json.loads(key[2:]))
         assert entry.path == path
-        assert entry.write(slow) == ""
+        assert entry.write(slow.encode()) == ""
     dist.barrier()
     origins.append(compiled().program.costs_from)
     automatic._drifts = lambda *known: {"gather": 1.0, "matmul": 1e-4}

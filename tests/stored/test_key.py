@@ -13,14 +13,12 @@ from tests.stored.starts import Start
 from torch import nn
 
 import meshweave as mw
-from meshweave import build
+from meshweave import build, stored
 from meshweave.capture.step import CaptureOptions, Precision
 from meshweave.ops.registry import TABLE
 from meshweave.passes import Keep, Overlap, Pipeline, Split
 from meshweave.program import PlanInputs
-from meshweave.stored import programs
-from meshweave.stored.codec import NoFormError
-from meshweave.stored.programs import key_text, storage_of
+from meshweave.stored import NoFormError, key_of, storage_of
 
 BASE = Start(lambda: mlp(batch=4), "dp=2,tp=2", passes="exact")
 
@@ -111,12 +109,12 @@ CHANGES: dict[str, Start] = {
 
 @pytest.mark.slow
 def test_every_change_of_a_start_gives_another_key(inputs_of: Callable[..., PlanInputs]) -> None:
-    keys = {"": key_text(inputs_of(BASE))}
-    assert key_text(inputs_of(BASE)) == keys[""]
+    keys = {"": key_of(inputs_of(BASE))}
+    assert key_of(inputs_of(BASE)) == keys[""]
     for name, start in CHANGES.items():
-        keys[name] = key_text(inputs_of(start))
-    keys["least gain"] = key_text(inputs_of(BASE, least_gain=0.08))
-    keys["default"] = key_text(inputs_of(BASE, is_default=True))
+        keys[name] = key_of(inputs_of(start))
+    keys["least gain"] = key_of(inputs_of(BASE, least_gain=0.08))
+    keys["default"] = key_of(inputs_of(BASE, is_default=True))
     groups: dict[str, list[str]] = {}
     for name, key in keys.items():
         groups.setdefault(key, []).append(name)
@@ -149,7 +147,7 @@ def test_settings_and_versions_give_another_key(
         patch.setattr(torch, "__version__", "9.9")
         paths.append(path())
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "package_digest", lambda: "another version of meshweave")
+        patch.setattr(stored, "package_digest", lambda: "another version of meshweave")
         paths.append(path())
     assert len(set(paths)) == len(paths) == 5
 
@@ -164,17 +162,17 @@ def restored_table() -> Iterator[None]:
 
 def test_registered_rules_are_in_the_key(inputs_of: Callable[..., PlanInputs], restored_table: None) -> None:
     inputs = inputs_of(BASE)
-    keys = [key_text(inputs)]
+    keys = [key_of(inputs)]
     mw.register_rule(torch.ops.aten.tanh.default, "a b -> a b")
-    keys.append(key_text(inputs))
+    keys.append(key_of(inputs))
     mw.register_rule(torch.ops.aten.tanh.default, "a b! -> a b!")
-    keys.append(key_text(inputs))
+    keys.append(key_of(inputs))
     mw.register_rule(torch.ops.aten.tanh.default, "a b! -> a b!", linear=(0,))
-    keys.append(key_text(inputs))
+    keys.append(key_of(inputs))
     assert len(set(keys)) == 4
     mw.register_rule(torch.ops.aten.tanh.default, TABLE[torch.ops.aten.tanh.default].rule)
     with pytest.raises(NoFormError, match="registered"):
-        key_text(inputs)
+        key_of(inputs)
     storage, why = storage_of(inputs)
     assert storage is None
     assert "a registered rule or cost is a function" in why
@@ -189,7 +187,7 @@ def test_the_code_of_others_cannot_be_in_a_key(inputs_of: Callable[..., PlanInpu
 
     for changed in (replace(BASE, passes=[Mine((2,))]), replace(BASE, profile=Costs(), passes="none")):
         with pytest.raises(NoFormError, match="is not code of meshweave"):
-            key_text(inputs_of(changed))
+            key_of(inputs_of(changed))
 
 
 def test_no_option_of_a_pipeline_is_forgotten() -> None:

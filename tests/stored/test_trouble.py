@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import json
 import multiprocessing
 import os
+import pickle
+import subprocess
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -14,14 +18,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from tests.models import mlp
 from tests.stored.starts import Start
 
-from meshweave import build
+from meshweave import build, stored
 from meshweave.disk_cache import CacheEntry
-from meshweave.program import PlanInputs, Program
+from meshweave.ir.graph import Spec
+from meshweave.ir.layout import Layout
+from meshweave.program import PlanInputs, Planned, Program
 from meshweave.search import Budget, Gathered
-from meshweave.stored import programs
 
 START = Start(lambda: mlp(batch=4), "dp=2", passes="exact")
 
@@ -42,30 +48,20 @@ def is_loaded(start: Start = START, **changes: Any) -> bool:
     return not expand.called
 
 
-def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """An entry that is intact, with another program."""
-    lines = path.read_text().split("\n", 2)
-    entry = CacheEntry(path.parent, json.loads(lines[1].removeprefix("# ")), ".program")
-    assert entry.path == path
-    form = programs._unpacked(entry.read()[0])
-    change(form)
-    assert entry.write(programs._packed(form)) == ""
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda text: text[: len(text) // 2],
-        lambda text: "",
-        lambda text: text[:-9] + ("A" if text[-9] != "A" else "B") + text[-8:],
-        lambda text: text.replace("torch", "Torch", 1),
+        lambda data: data[: len(data) // 2],
+        lambda data: b"",
+        lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+        lambda data: data.replace(b"torch", b"Torch", 1),
     ],
-    ids=["cut off", "empty", "a changed letter", "another key"],
+    ids=["cut off", "empty", "a changed bit", "another key"],
 )
-def test_a_damaged_entry_is_replaced(cache: Path, damage: Callable[[str], str]) -> None:
+def test_a_damaged_entry_is_replaced(cache: Path, damage: Callable[[bytes], bytes]) -> None:
     built = START.program()
     (path,) = cache.iterdir()
-    path.write_text(damage(path.read_text()))
+    path.write_bytes(damage(path.read_bytes()))
     again = START.program()
     assert again.storage == f"the program was built anew: {path} is damaged"
     assert again.storage in again.notes
@@ -73,91 +69,152 @@ def test_a_damaged_entry_is_replaced(cache: Path, damage: Callable[[str], str]) 
     assert is_loaded()
 
 
-def at_first(kind: str, entry: list[Any]) -> Callable[[dict[str, Any]], object]:
-    """A change of the first entry of this kind in the table."""
+class Call:
+    """Pickled as a call of a function."""
 
-    def change(form: dict[str, Any]) -> None:
-        table = form["table"]
-        table[next(i for i, each in enumerate(table) if each[0] == kind)] = entry
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = function, arguments
 
-    return change
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
 
 
-FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
-    "an operator of others": at_first("operator", ["operator", "os.system.default"]),
-    "an operator of another namespace": at_first("operator", ["operator", "inductor.accumulate_grad_.default"]),
-    "no operator": at_first("operator", ["operator", "aten.nothing.default"]),
-    "an operator's attribute": at_first("operator", ["operator", "aten.mm.__class__"]),
-    "an operator that writes": at_first("operator", ["operator", "aten.add_.Tensor"]),
-    "a function": at_first("operator", ["function", "os.system"]),
-    "a builtin": at_first("operator", ["function", "builtins.eval"]),
-    "a class": at_first("Spec", ["subprocess.Popen", "$true"]),
-    "a class of meshweave": at_first("Spec", ["CacheEntry", "$/tmp", "$key", "$.json"]),
-    "other fields": at_first("Spec", ["Spec", [2, 2]]),
-    "no dtype": at_first("dtype", ["dtype", "hub"]),
-    "a known value that is unknown": at_first("dtype", ["known", "everything"]),
-    "a later entry": at_first("Spec", ["Spec", [2], "#100000"]),
-    "a layout on no axis": at_first("DimSharding", ["DimSharding", ["$nowhere"], 1]),
-    "a node of another kind": lambda form: form["placed"][0][0].__setitem__(0, 3),
-    "a name that is taken": lambda form: form["placed"][0][1].__setitem__(1, form["placed"][0][0][1]),
-    "a node that does not exist": lambda form: form["placed"][0][-1].__setitem__(3, ["%100000"]),
-    "a string without a mark": lambda form: form["placed"][0][-1].__setitem__(3, ["import os"]),
-    "no such role": lambda form: form.update(stages=[[0], [0], [7]]),
-    "too few stages": lambda form: form.update(stages=[[0]]),
-    "no table": lambda form: form.pop("table"),
-    "a deep nest": lambda form: form.update(outcome=json.loads("[" * 900 + "]" * 900)),
-    "a missing input": lambda form: form["placed"][1].pop(),
+def opcodes(module: str, name: str, argument: str = "true") -> bytes:
+    """A pickle that calls a name of a module."""
+    return f"c{module}\n{name}\n(V{argument}\ntR.".encode()
+
+
+FORGED: dict[str, bytes] = {
+    "a function": pickle.dumps(Call(os.system, "true")),
+    "a builtin": pickle.dumps(Call(eval, "1")),
+    "a class": pickle.dumps(Call(subprocess.Popen, ["true"])),
+    "a function that an entry names": opcodes("meshweave.ir.local_ops", "zeros"),
+    "a module's import": opcodes("meshweave.disk_cache", "sha256"),
+    "a class that a module imports": opcodes("meshweave.disk_cache", "Path"),
+    "a path through a module": opcodes("meshweave.disk_cache", "os.system"),
+    "an attribute of a class": opcodes("meshweave.ir.graph", "Spec.__init__"),
+    "a class that is not frozen": opcodes("meshweave.regions.process", "CompilerProcess"),
+    "a class of torch": opcodes("torch", "Generator"),
+    "a tensor": pickle.dumps(torch.ones(2)),
+    "a known value that is unknown": opcodes(stored.__name__, "_part", "known"),
+    "other fields": pickle.dumps(Call(stored._part, Spec, (2, 2))),
+    "no constant": pickle.dumps(Call(stored._part, "torch", "hub")),
+    "a layout on no axis": pickle.dumps(Call(stored._part, Layout, Call(stored._part, "mesh", "a=2"), 3)),
+    "no program": pickle.dumps((1, ())),
+    "no pair": pickle.dumps(1),
+    "a deep nest": b"(" * 100_000 + b"l" * 100_000 + b".",
+    "half a pickle": pickle.dumps(tuple(range(100)))[:50],
+}
+
+TARGETS = (
+    "os.system.default",
+    "os.system",
+    "builtins.eval",
+    "inductor.accumulate_grad_.default",
+    "aten.nothing.default",
+    "aten.mm.__class__",
+    "aten.add_.Tensor",
+    "meshweave.ir.graph.re",
+    "meshweave.ir.local_ops.torch",
+    "meshweave.stored.load",
+)
+
+ROWS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "a node of another kind": lambda rows: [("call_module", *rows[0][1:]), *rows[1:]],
+    "a name that is taken": lambda rows: [rows[0], (rows[1][0], rows[0][1], *rows[1][2:]), *rows[2:]],
+    "a node that does not exist": lambda rows: [
+        *rows[:-1],
+        (*rows[-1][:3], (stored._NodeNumber(100_000),), *rows[-1][4:]),
+    ],
+    "a missing input": lambda rows: rows[1:],
+    "no metadata": lambda rows: [(*row[:5], {}) for row in rows],
 }
 
 
 @pytest.fixture(scope="module")
-def entry(tmp_path_factory: pytest.TempPathFactory) -> tuple[programs.Storage, str]:
-    """Where a program is, and the text of its entry."""
-    directory, found = tmp_path_factory.mktemp("entry"), list[programs.Storage]()
+def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[stored.Storage, Planned]:
+    """A program, and where it is."""
+    directory, found = tmp_path_factory.mktemp("entry"), list[stored.Storage]()
 
-    def noted(inputs: PlanInputs) -> tuple[programs.Storage | None, str]:
-        storage, trouble = programs.storage_of(inputs)
+    def noted(inputs: PlanInputs) -> tuple[stored.Storage | None, str]:
+        storage, trouble = stored.storage_of(inputs)
         assert storage is not None
         found.append(storage)
         return storage, trouble
 
     with patch.dict(os.environ, {"MESHWEAVE_CACHE": str(directory)}), patch.object(build, "storage_of", noted):
         START.program()
-    return found[0], found[0].entry.path.read_text()
+        planned, trouble = found[0].read()
+    assert planned is not None, trouble
+    return found[0], planned
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_a_forged_entry_executes_nothing(
-    entry: tuple[programs.Storage, str], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage, text = entry
-    storage.entry.path.write_text(text)
-    assert storage.read()[0] is not None
-    rewritten(storage.entry.path, FORGED[name])
-    monkeypatch.setattr(os, "system", lambda command: pytest.fail("it was executed"))
+def check_refused(storage: stored.Storage) -> None:
     planned, trouble = storage.read()
     assert planned is None
     assert trouble.startswith(f"{storage.entry.path} has no program of this step (")
 
 
-@pytest.mark.parametrize("name", ["an operator of others", "an operator that writes", "a class"])
-def test_a_forged_entry_is_replaced(cache: Path, name: str) -> None:
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_entry_executes_nothing(
+    program: tuple[stored.Storage, Planned], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, _ = program
+    assert storage.entry.write(zlib.compress(FORGED[name])) == ""
+    for module, function in ((os, "system"), (subprocess, "Popen"), (builtins, "eval")):
+        monkeypatch.setattr(module, function, lambda *args: pytest.fail("it was executed"))
+    check_refused(storage)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_forged_target_is_refused(program: tuple[stored.Storage, Planned], target: str) -> None:
+    storage, planned = program
+    with patch.object(stored, "_target_name", lambda value: target):
+        assert storage.write(planned) == ""
+    check_refused(storage)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_forged_nodes_are_refused(program: tuple[stored.Storage, Planned], name: str) -> None:
+    (storage, planned), rows_of = program, stored._Pickler._rows
+    with patch.object(stored._Pickler, "_rows", lambda self, graph: ROWS[name](rows_of(self, graph))):
+        assert storage.write(planned) == ""
+    check_refused(storage)
+
+
+def test_a_forged_entry_is_replaced(cache: Path) -> None:
     built = START.program()
     (path,) = cache.iterdir()
-    rewritten(path, FORGED[name])
+    key = json.loads(path.read_bytes().split(b"\n", 2)[1].removeprefix(b"# "))
+    assert CacheEntry(cache, key, ".program").write(zlib.compress(FORGED["a function"])) == ""
     again = START.program()
     assert again.storage.startswith(f"the program was built anew: {path} has no program of this step (")
     assert text_of(again) == text_of(built)
     assert is_loaded()
 
 
-@pytest.mark.parametrize("text", ["", "!", "eJwDAAAAAAE=", "W10=", "[]", "{}", "null"])
-def test_a_text_that_is_no_program(entry: tuple[programs.Storage, str], text: str) -> None:
-    storage, _ = entry
-    assert storage.entry.write(text) == ""
+@pytest.mark.parametrize("data", [b"", b"!", zlib.compress(b""), zlib.compress(b"N.")[:-3]])
+def test_data_that_are_no_program(program: tuple[stored.Storage, Planned], data: bytes) -> None:
+    storage, _ = program
+    assert storage.entry.write(data) == ""
     planned, trouble = storage.read()
     assert planned is None
-    assert (trouble != "") == (text != "")
+    assert (trouble != "") == (data != b"")
+
+
+def test_an_entry_that_others_can_write_is_not_used(cache: Path) -> None:
+    built = START.program()
+    (path,) = cache.iterdir()
+    assert cache.stat().st_mode & 0o077 == 0
+    for changed in (path, cache):
+        changed.chmod(0o777)
+        again = START.program()
+        assert "others can write to it" in again.storage
+        assert text_of(again) == text_of(built)
+        assert is_loaded()
+    moved = path.rename(cache.parent / "moved")
+    path.symlink_to(moved)
+    assert "cannot be read" in START.program().storage
 
 
 def test_a_directory_that_takes_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,15 +237,7 @@ def test_a_directory_that_takes_nothing(cache: Path, monkeypatch: pytest.MonkeyP
 def test_other_versions_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     START.program()
     assert is_loaded()
-    monkeypatch.setattr(programs, "package_digest", lambda: "another version")
-    assert not is_loaded()
-
-
-def test_the_oldest_entries_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "_MOST_ENTRIES", 1)
-    START.program()
-    replace(START, mesh="dp=4").program()
-    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(stored, "package_digest", lambda: "another version")
     assert not is_loaded()
 
 

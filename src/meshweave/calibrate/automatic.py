@@ -121,7 +121,8 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_eager: bool
 
 def _kept(entry: CacheEntry) -> tuple[str, str]:
     """The TOML of a cached profile, and what is wrong with it; both empty if there is none."""
-    text, trouble = entry.read()
+    data, trouble = entry.read()
+    text = data.decode(errors="replace")
     try:
         if text:
             _parsed(text)
@@ -157,7 +158,7 @@ def _measured(
         return ChosenCosts(AlphaBeta(), f"alpha-beta: this machine could not be measured ({failures[0]})")
     text = outcomes[0][0]
     with world.guard():
-        kept = _gathered(entry.write(text) if dist.get_rank() == 0 else "")[0] or f"cached in {entry.path}"
+        kept = _gathered(entry.write(text.encode()) if dist.get_rank() == 0 else "")[0] or f"cached in {entry.path}"
     return ChosenCosts(_parsed(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
 
 

@@ -32,7 +32,7 @@ class Pipeline:
     memory_cap_bytes: the most that may be live on a device at once; keeps_gradients: gradients live to the end of a
     step. least_gain: a rewrite of ops is taken if the step simulates faster by at least this share.
     is_default: the caller did not ask for the passes over rank graphs; a program or costs that they do not support
-    leave it unchanged. recalls: if given, the program of an earlier start with the same inputs is loaded (`stored/`);
+    leave it unchanged. recalls: if given, the program of an earlier start with the same inputs is loaded (`stored.py`);
     all processes that compile together call it together.
     """
 

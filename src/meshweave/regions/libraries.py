@@ -123,15 +123,15 @@ def faster_library(device: torch.device) -> str:
         return ATEN
     key = {"format": FORMAT, "torch": torch.__version__, **machine_of(device)}
     entry = CacheEntry(cache_directory() / "libraries", json.dumps(key), ".txt")
-    name, _ = entry.read()
+    name = entry.read()[0].decode()
     if name in (ONEDNN, ATEN):
         return name
     with entry.lock():
-        name, _ = entry.read()
+        name = entry.read()[0].decode()
         if name not in (ONEDNN, ATEN):
             with unset_fake_temporarily():  # compilers of graphs run under a fake mode
                 name = ONEDNN if _gain() >= _LEAST_GAIN else ATEN
-            entry.write(name)
+            entry.write(name.encode())
     return name
 
 

@@ -123,12 +123,12 @@ def remembered(functions: Sequence[Mapping[int, RegionFunction]]) -> bool | None
     """Whether the regions of a step, by device, paid off when they were measured on this machine; None if they were
     not, or the cache is damaged."""
     text, _ = _entry(functions).read()
-    return {_COMPILED: True, _EAGER: False}.get(text)
+    return {_COMPILED: True, _EAGER: False}.get(text.decode())
 
 
 def remember(functions: Sequence[Mapping[int, RegionFunction]], pays: bool) -> None:
     """Cache the verdict for the next start. If that is not possible, that start measures again."""
-    _entry(functions).write(_COMPILED if pays else _EAGER)
+    _entry(functions).write((_COMPILED if pays else _EAGER).encode())
 
 
 def has_output(functions: Sequence[Mapping[int, RegionFunction]], directory: Path) -> bool:
@@ -141,7 +141,7 @@ def note_output(functions: Sequence[Mapping[int, RegionFunction]], directory: Pa
     """Note in Inductor's cache that it has the compiled regions of a step. If that is not possible, the next start
     compiles them again in the background."""
     if not has_output(functions, directory):
-        _entry(functions, directory / _NOTE).write(_COMPILED)
+        _entry(functions, directory / _NOTE).write(_COMPILED.encode())
 
 
 def _entry(functions: Sequence[Mapping[int, RegionFunction]], directory: Path | None = None) -> CacheEntry:
