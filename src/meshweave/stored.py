@@ -2,7 +2,7 @@
 program.
 
 The key is a digest of all that the stages after capture read. An entry is a pickle of data: nothing in it is executed.
-`_Unpickler` admits frozen dataclasses of meshweave, graphs, containers and dtypes; operators and functions are
+`_ProgramUnpickler` admits frozen dataclasses of meshweave, graphs, containers and dtypes; operators and functions are
 text in the nodes of a graph, and are looked up among those that a graph may have. Constructors check what they get, and
 the verifier runs over all graphs as after every stage.
 """
@@ -228,7 +228,7 @@ def dump(planned: Planned, inputs: PlanInputs) -> bytes:
         placement=replace(placement, stored=dict(placement.stored), used=dict(placement.used), homes={}),
     )
     file = BytesIO()
-    _Pickler(file, _known_values(inputs)).dump((plain, homes))
+    _ProgramPickler(file, _known_values(inputs)).dump((plain, homes))
     return zlib.compress(file.getvalue(), 1)
 
 
@@ -238,7 +238,7 @@ def load(data: bytes, inputs: PlanInputs) -> Planned:
     plain = reader.decompress(data, _MOST_BYTES)
     if not reader.eof:
         raise ValueError("it is cut off")
-    planned, homes = _Unpickler(BytesIO(plain), inputs).load()
+    planned, homes = _ProgramUnpickler(BytesIO(plain), inputs).load()
     if not isinstance(planned, Planned):
         raise ValueError("it is no program")
     if planned.captured is not inputs.captured:
@@ -260,7 +260,7 @@ def _known_values(inputs: PlanInputs) -> dict[str, Any]:
     return {"captured": inputs.captured, "costs": inputs.costs, **values}
 
 
-class _Pickler(pickle.Pickler):
+class _ProgramPickler(pickle.Pickler):
     """Pickles dataclasses of meshweave as the values of their fields, and graphs as rows. Raises NoFormError for
     anything that the reader would refuse."""
 
@@ -309,11 +309,11 @@ class _Pickler(pickle.Pickler):
 
 
 def _part(kind: Any, *values: Any) -> Any:
-    """Stands in an entry for `_Unpickler.part`."""
+    """Stands in an entry for `_ProgramUnpickler.part`."""
     raise AssertionError
 
 
-class _Unpickler(pickle.Unpickler):
+class _ProgramUnpickler(pickle.Unpickler):
     """Admits classes that only hold data, and `part`."""
 
     def __init__(self, file: BytesIO, inputs: PlanInputs) -> None:

@@ -176,8 +176,8 @@ def test_a_forged_target_is_refused(program: tuple[stored.Storage, Planned], tar
 
 @pytest.mark.parametrize("name", ROWS)
 def test_forged_nodes_are_refused(program: tuple[stored.Storage, Planned], name: str) -> None:
-    (storage, planned), rows_of = program, stored._Pickler._rows
-    with patch.object(stored._Pickler, "_rows", lambda self, graph: ROWS[name](rows_of(self, graph))):
+    (storage, planned), rows_of = program, stored._ProgramPickler._rows
+    with patch.object(stored._ProgramPickler, "_rows", lambda self, graph: ROWS[name](rows_of(self, graph))):
         assert storage.write(planned) == ""
     check_refused(storage)
 
