@@ -383,11 +383,11 @@ def _target_named(name: str) -> Callable[..., Any]:
     if name == _GETITEM:
         return operator.getitem
     if name.startswith(_FUNCTIONS):
-        found = vars(import_module(module)).get(function)
-        if isfunction(found) and found.__module__ == module:
-            return found
-    elif name.partition(".")[0] in _OPERATORS and isinstance(found := find_operator(name), OpOverload):
-        return found
+        value = vars(import_module(module)).get(function)
+        if isfunction(value) and value.__module__ == module:
+            return value
+    elif name.partition(".")[0] in _OPERATORS and isinstance(op := find_operator(name), OpOverload):
+        return op
     raise ValueError(f"{name} is not an operator or function of a graph")
 
 
