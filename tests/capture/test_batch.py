@@ -175,7 +175,7 @@ class Scaled(nn.Module):
         return self.linear(x) * (by.value if isinstance(by, Scale) else by)
 
 
-@pytest.mark.parametrize("pair", [(Scale(2.0), Scale(3.0)), (True, 2), (1, 1.5)], ids=str)
+@pytest.mark.parametrize("pair", [(Scale(2.0), Scale(3.0)), (True, 2), (1, 1.5)], ids=["object", "number", "type"])
 def test_another_object_in_the_batch_counts_if_it_makes_a_difference(pair: tuple[Any, Any]) -> None:
     step = assert_equals_eager(Scaled(), [own() | {"by": by} for by in (pair[0], copy(pair[0]), pair[1])])
     assert len(step.variants.all) == 2
