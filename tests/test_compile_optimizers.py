@@ -194,9 +194,13 @@ def test_a_checkpoint_has_the_numbers_of_the_optimizer(kind: str, tmp_path: Path
 
 
 class Scaled(torch.optim.SGD):
-    """A factor of the optimizer's own, outside of its groups, and one that is noted on a parameter."""
+    """A factor of the optimizer's own, outside of its groups."""
 
     factor = 1.0
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.factor = 1.0
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -205,17 +209,21 @@ class Scaled(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_a_script_notes_on_an_optimizer_or_a_parameter_counts_in_the_next_step() -> None:
+def test_a_number_of_the_optimizer_counts_in_the_next_step_and_all_else_after_recompile() -> None:
     torch.manual_seed(0)
-    model, data = nn.Linear(4, 4), [{"input": b["x"], "y": b["y"]} for b in batches(3, (4, 4), (4, 4))]
+    model, data = nn.Linear(4, 4), [{"input": b["x"], "y": b["y"]} for b in batches(4, (4, 4), (4, 4))]
     eager = copy.deepcopy(model)
-    ours, theirs = (Scaled(each.parameters(), lr=0.1) for each in (model, eager))
+    ours, theirs = (Scaled(each.parameters()) for each in (model, eager))
     step = mw.compile(model, loss=mse, example=data[0], optimizer=ours, mesh="fsdp=2")
     for i, batch in enumerate(data):
-        for each, optimizer in ((model, ours), (eager, theirs)):
-            optimizer.factor = each.bias.rate = 1.0 + i
+        for optimizer in (ours, theirs):
+            optimizer.factor = 1.0 + i
+        if i == 2:  # an attribute of a parameter is a constant
+            model.bias.rate = eager.bias.rate = 0.5  # type: ignore[assignment]
+            step.recompile()
         theirs.zero_grad()
         mse(eager(batch["input"]), batch).backward()
         theirs.step()
         step(batch)
+    assert step.num_steps == 4
     assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.named_parameters()})

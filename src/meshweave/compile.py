@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,10 +16,10 @@ from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model, listed_batches
 from meshweave.capture.guards import check_autocast
 from meshweave.capture.model_checks import check_loss, check_new_tensors, check_not_compiled, check_shapes
-from meshweave.capture.optimizer_several import optimizer_of
+from meshweave.capture.optimizer_groups import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Part, Precision, StepSource
-from meshweave.errors import PlanError
+from meshweave.errors import CaptureError, PlanError
 from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import Pipeline, Recompute, pass_list, pipeline_of
@@ -39,6 +40,8 @@ from meshweave.sharding.plans import Plan
 from meshweave.train_step import TrainStep
 from meshweave.variants import Build
 
+_LOG = logging.getLogger("meshweave")
+_LOG = logging.getLogger("meshweave")
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -61,8 +64,9 @@ class CompileOptions:
     device: torch.device | str | None
     run: RunOptions
 
-    def checked(self) -> OptimizerSpec | None:
-        """The optimizer to capture. Raises MeshweaveError for arguments that do not define a step."""
+    def checked(self) -> tuple[OptimizerSpec | None, str]:
+        """The update of the optimizer, and why there is none, if its own `step()` has to run instead. Raises
+        MeshweaveError for arguments that do not define a step."""
         model = self.source.model
         check_not_compiled(model)
         check_shapes(model)
@@ -71,13 +75,17 @@ class CompileOptions:
             raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
         if self.optimizer is not None:
             follow_replaced(self.optimizer, model.parameters())
-        spec = None if self.optimizer is None else read_optimizer(self.optimizer, model)
         check_autocast(self.capture.precision.autocast)
-        return spec
+        if self.optimizer is None:
+            return None, ""
+        try:
+            return read_optimizer(self.optimizer, model), ""
+        except CaptureError as error:
+            return None, f"the optimizer's own step() runs eagerly: {error.what} ({error.got}; {error.where})"
 
-    @property
-    def settings(self) -> SessionSettings:
-        run = replace(self.run, keep_gradients=self.run.keep_gradients or self.optimizer is None)
+    def settings(self, has_gradients: bool) -> SessionSettings:
+        """The settings of a session; `has_gradients`: whether gradients are results of the step."""
+        run = replace(self.run, keep_gradients=self.run.keep_gradients or has_gradients)
         return SessionSettings(
             accumulate=self.capture.accumulate, seed=self.capture.seed, weights=self.weights, run=run
         )
@@ -123,8 +131,10 @@ class CompileOptions:
         model, run = self.source.model, self.run
         with together(self.device):
             mesh, plan = Mesh.of(self.mesh), plan_of(self.plan)
-            spec = self.checked()
-            settings = self.settings
+            spec, why_eager = self.checked()
+            if why_eager:
+                _LOG.warning(why_eager)
+            settings = self.settings(spec is None)
             pipeline = pipeline_of(
                 self.passes, memory_cap_bytes=self.memory_cap_bytes, keeps_gradients=settings.run.keep_gradients
             )
@@ -141,7 +151,8 @@ class CompileOptions:
             program = build(example, "train", self.capture.accumulate, None)
             run.progress("start")
             again = replace(self, weights=None).compiled
-            step = TrainStep(program, model, self.optimizer, world, settings, build, again)
+            program = replace(program, eager_update=why_eager)
+            step = TrainStep(program, model, self.optimizer, world, settings, build, again, run.keep_gradients)
             for shape in self.shapes:
                 step.variants.prepare(Batch.of(global_example(shape, self.batch, shard)))
             step.variants.is_local = self.batch == "local" and world.is_distributed

@@ -57,6 +57,7 @@ class Program(Planned):
     costs_from: str = ""  # which costs these are, and where they come from
     recompute: str = "none"  # what backward recomputes, as in `mw.compile`
     resolved: Resolved | None = None  # the plan as parsed, with the choices for weights that it left open
+    eager_update: str = ""  # why the optimizer's own step() runs, instead of a compiled update
     storage: str = ""  # why the program of an earlier start was of no use, or why this program could not be stored
 
     @property
@@ -73,7 +74,7 @@ class Program(Planned):
     def notes(self) -> tuple[str, ...]:
         """Decisions that no plan states: where gradients are added up, in which order a sequence is stored; also what
         was wrong with the program on disk."""
-        return tuple(note for note in (self.accumulation, self.sequence, self.storage) if note)
+        return tuple(note for note in (self.accumulation, self.sequence, self.eager_update, self.storage) if note)
 
     @property
     def as_expanded(self) -> Program:

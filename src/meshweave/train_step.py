@@ -15,18 +15,16 @@ from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards, StepKey
-from meshweave.capture.optimizer_guard import OptimizerGuard, note_untrained
-from meshweave.capture.optimizer_options import options_of, put_options
-from meshweave.capture.optimizer_several import parts_of
-from meshweave.capture.optimizer_steps import StepNumbers
-from meshweave.capture.optimizers import initial_state, resting_state
+from meshweave.capture.optimizer_groups import OptimizerGuard, note_untrained, options_of, parts_of, put_options
+from meshweave.capture.optimizers import StepNumbers, initial_state, resting_state
 from meshweave.capture.step import Part
-from meshweave.errors import OutdatedUpdate
+from meshweave.errors import OutdatedUpdate, StepError
 from meshweave.interop.accelerate import refuse_accumulation
 from meshweave.interop.optimizer import mark_stepped
-from meshweave.ir.graph import tokens_of
+from meshweave.ir.graph import Spec, tokens_of
 from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows
+from meshweave.runtime.eager_update import EagerUpdate
 from meshweave.runtime.initialize import materialize
 from meshweave.runtime.optimizer_state import OptimizerState
 from meshweave.runtime.session import Session, SessionSettings
@@ -55,9 +53,10 @@ class TrainStep:
         settings: SessionSettings,
         build: Build | None = None,
         again: Callable[[], TrainStep] | None = None,
+        keeps_gradients: bool = True,
     ) -> None:
-        """`build` compiles programs for other batches; `again()` compiles the step anew for the current
-        model and optimizer."""
+        """`build` compiles programs for other batches; `again()` compiles the step anew for the current model and
+        optimizer. `keeps_gradients`: whether gradients that an eager update has used are kept."""
         self.again = again
         self.model, self.optimizer = model, optimizer
         note_untrained(model, optimizer)
@@ -67,9 +66,9 @@ class TrainStep:
         initial = _initial_values(session.state, model, settings)
         session.state.fill(initial, optimizer_state.tensors if optimizer_state else None)
         session.state.num_steps = optimizer_state.num_steps if optimizer_state else 0
-        rests = resting_state(optimizer, spec, model) if optimizer is not None and spec is not None else {}
+        rests = resting_state(optimizer, spec.kind_of, model) if optimizer is not None and spec is not None else {}
         for name, (tensors, _) in rests.items():
-            session.state.rest(name, tensors)
+            session.state.rest(name, {slot: Spec(tuple(x.shape), x.dtype) for slot, x in tensors.items()}, tensors)
         session.bindings.bind(session.state, model, optimizer)
         guards = Guards(program.contract.roots, program.options.precision.autocast, session.bindings.follow)
         first = Variant(program, session, [StepKey.of(program.contract.batch)], rows_check(program, world))
@@ -81,6 +80,12 @@ class TrainStep:
         self.optimizer_guard = OptimizerGuard(optimizer) if optimizer is not None else None
         self._own_state = None if optimizer is None else OptimizerState.of(session.bindings, optimizer, model)
         trains = {i.name: i.requires_grad for i in program.captured.inputs if i.kind == "param"}
+        self.eager_update = None
+        if self._own_state is not None and self.numbers is None:
+            clip = program.options.clip_grad_norm
+            self.eager_update = EagerUpdate(self._own_state, model, clip, keeps_gradients)
+            self.eager_update.distribute(session.state)
+            session.state.num_steps = self.eager_update.num_steps
         self._trains = [(p, trains[name]) for name, p in model.named_parameters()]
         if optimizer_state or rests:
             self._publish(rests)
@@ -240,9 +245,18 @@ class TrainStep:
         is_idle = self.again is not None and not self.session.progress.num_done
         return is_idle and any(p.requires_grad != trains for p, trains in self._trains)
 
+    def recompile(self) -> None:
+        """Compile again for the present model and optimizer, on the same state: after a change of anything that the
+        step was traced from and that it does not see (docs/contract.md). On a cluster all ranks call it."""
+        with self.session.world.call("recompile"):
+            self.session.progress.check_idle("compiling again")
+            self._take_over()
+            self._renew("recompile() was called")
+
     def _renew(self, why: str) -> None:
         """Compile again, for the current model and optimizer."""
-        assert self.again is not None
+        if self.again is None:
+            raise StepError("this step cannot be compiled again", hint="it was not made by mw.compile")
         self.session.world.note(f"compiles again: {why}")
         _LOG.warning("the step is compiled again: %s", why)
         num_steps, saves, renewed = self.num_steps, self.session.saves, self.again()
@@ -261,6 +275,8 @@ class TrainStep:
 
     def _stepped(self, variant: Variant) -> None:
         self._last = variant
+        if self.eager_update is not None:
+            self.eager_update.run(variant.session)
         if self.optimizer is not None and self.numbers is not None:
             self.numbers.commit()
             for part in parts_of(self.optimizer):
@@ -294,6 +310,8 @@ class TrainStep:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Full optimizer state by `slot/parameter`."""
+        if self.eager_update is not None:
+            self.eager_update.keep(self.session.state)
         return self.session.full("state")
 
     def gradients(self) -> dict[str, Tensor]:
@@ -328,9 +346,11 @@ class TrainStep:
             return self.session.async_save(path)
 
     def _take_numbers(self) -> None:
+        if self.eager_update is not None:
+            self.eager_update.keep(self.session.state)
         if self.optimizer is not None and self.numbers is not None:
             self._take_over()
-            rests = resting_state(self.optimizer, self.numbers.spec, self.model)
+            rests = resting_state(self.optimizer, self.numbers.spec.kind_of, self.model)
             self.session.state.options = options_of(self.optimizer)
             self.session.state.numbers = self.numbers.values() | {name: kept for name, (_, kept) in rests.items()}
 
@@ -342,6 +362,8 @@ class TrainStep:
             fresh = self.session.load(path)
             for variant in self.variants.all:
                 variant.session.state = self.session.state
+            if self.eager_update is not None:
+                self.eager_update.load(self.session.state)
             if self.numbers is None or self._own_state is None:
                 return
             state = self.session.state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +11,8 @@ import torch
 from tests.optimizers import SETTINGS, Lion, make
 from torch import Tensor, nn
 
-from meshweave.capture import optimizers
-from meshweave.capture.optimizer_recorder import OptimizerRecorder
-from meshweave.capture.optimizer_steps import StepNumbers
-from meshweave.capture.optimizers import OptimizerSpec, initial_state, read_optimizer
-from meshweave.errors import CaptureError, MeshweaveError, PlanError, StepError
+from meshweave.capture.optimizers import OptimizerSpec, StepNumbers, initial_state, read_optimizer
+from meshweave.errors import CaptureError, PlanError, StepError
 
 Make = Callable[..., torch.optim.Optimizer]
 
@@ -104,7 +101,10 @@ def compared(optimizer: torch.optim.Optimizer, model: nn.Module, num_steps: int)
     return worst
 
 
-@pytest.mark.parametrize("kind", list(SETTINGS))
+TRACED = [kind for kind in SETTINGS if kind != "Adafactor"]
+
+
+@pytest.mark.parametrize("kind", TRACED)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=str)
 def test_update_equals_torch(kind: str, dtype: torch.dtype, bound: float) -> None:
     model = Toy(dtype)
@@ -145,7 +145,7 @@ def test_a_switch_is_another_update() -> None:
         ours.step()
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "RAdam", "NAdam", "Adafactor", "ASGD", "Rprop", "Muon"])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "RAdam", "NAdam", "ASGD", "Rprop", "Muon"])
 def test_an_optimizer_that_has_taken_steps_goes_on(kind: str) -> None:
     model = Toy(torch.float64)
     optimizer = make(kind, model)
@@ -197,9 +197,9 @@ def test_adam_takes_as_many_ops_as_torch_does() -> None:
     """One variant from the first step on: state that begins as 0 is not asked whether it is there."""
     model = Toy()
     spec: OptimizerSpec = read_optimizer(torch.optim.AdamW(model.parameters()), model)
-    assert [len(kind.variants) for kind in spec.kinds] == [1] * 4
+    assert [kind.num_variants for kind in spec.kinds] == [1] * 4
     sgd = read_optimizer(torch.optim.SGD(model.parameters(), momentum=0.9), model)
-    assert [len(kind.variants) for kind in sgd.kinds] == [2] * 4  # the first step makes the momentum of the gradient
+    assert [kind.num_variants for kind in sgd.kinds] == [2] * 4  # the first step makes the momentum of the gradient
 
 
 def test_implementation_switches_and_tensor_options_are_numbers() -> None:
@@ -229,54 +229,12 @@ class Into(Lion):
         torch.add(kept, p, alpha=0.01, out=kept)
         torch.maximum(kept, p, out=kept)
         kept[:1].mul_(0.5)
-        torch._foreach_mul_([kept], 0.9)
         return 0.0
 
 
 def test_writes_of_every_kind_are_captured() -> None:
     model = Toy(torch.float64)
     assert compared(Into([model.w, model.v, model.b]), model, 3) <= 1e-12
-
-
-class OnLists(torch.optim.Optimizer):
-    """Updates all parameters of a group together, as optimizers written for GPUs do."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "beta": 0.9})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            grads, beta = [p.grad for p in params], group["beta"]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p] |= {"count": 0, **{k: torch.zeros_like(p) for k in ("mean", "square", "most")}}
-                self.state[p]["count"] += 1
-            mean, square, most = ([self.state[p][k] for p in params] for k in ("mean", "square", "most"))
-            counts = [self.state[p]["count"] for p in params]
-            torch._foreach_mul_(params, 1 - 0.1 * group["lr"])
-            torch._foreach_lerp_(mean, grads, 1 - beta)
-            torch._foreach_mul_(square, beta)
-            torch._foreach_addcmul_(square, grads, grads, 1 - beta)
-            torch._foreach_maximum_(most, square)
-            scales = torch._foreach_sqrt(most)
-            torch._foreach_div_(scales, [(1 - beta**n) ** 0.5 for n in counts])
-            torch._foreach_add_(scales, 1e-6)
-            torch._foreach_maximum_(scales, 0.01)
-            steps = torch._foreach_div(torch._foreach_neg(mean), scales)
-            norms = torch._foreach_norm(steps)
-            torch._foreach_add_(norms, 1.0)
-            torch._foreach_div_(steps, norms)
-            torch._foreach_add_(steps, torch._foreach_sign(grads), alpha=-0.01)
-            torch._foreach_addcdiv_(params, steps, scales, [group["lr"] / n for n in counts])
-            torch._foreach_copy_(square, torch._foreach_minimum(square, 4.0))
-
-
-def test_ops_on_lists_are_captured_element_by_element() -> None:
-    model = Toy(torch.float64)
-    optimizer = OnLists([{"params": [model.w, model.v]}, {"params": [model.b, model.s]}])
-    assert compared(optimizer, model, 5) <= 1e-12
 
 
 class Assigning(Lion):
@@ -307,9 +265,9 @@ class Scheduled(Lion):
         kept.add_(chained.view_as(kept), alpha=0.1 / n)
         rest = torch.clamp(p.grad, max=0.25 * n - 0.75, min=-0.5 / n)  # the same number at first
         torch.add(kept, rest, alpha=0.1 * n, out=kept)
-        p.sub_(0.1 * torch.nn.functional.leaky_relu(rest, 0.1 * n))
+        p.sub_(0.1 * torch.nn.functional.leaky_relu(rest, 0.1))
         p.add_((kept * kept + 1.0 / n) ** 0.5 / (1.0 + n), alpha=-0.01)
-        p.mul_(n).div_(float(n))  # an integer
+        p.mul_(n).div_(1.0 * n)  # an integer
         p.lerp_(kept, 0.01 * n if n % 2 else torch.tensor(0.03 * n))
         return 0.0
 
@@ -317,207 +275,6 @@ class Scheduled(Lion):
 def test_numbers_are_those_of_each_step() -> None:
     model = Toy(torch.float64)
     assert compared(Scheduled([model.w, model.v, model.b]), model, 7) <= 1e-12
-
-
-class Quiet(torch.optim.Optimizer):
-    """Keeps no state, and its rate is an attribute in a dict, which `step()` does not change."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-        self.rates: dict[str, Any] = {"of": {"all": 0.1}}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=self.rates["of"]["all"])
-
-
-def test_attributes_are_read_at_every_step() -> None:
-    model = Toy(torch.float64)
-    optimizer = Quiet(model.parameters())
-    ours = Ours(model, optimizer)
-    for step in range(6):
-        if step % 3:
-            optimizer.rates["of"]["all"] = 0.2 / step
-        if step == 5:
-            optimizer.rates = {"of": {"all": 0.7}}
-        set_grads(model, step)
-        ours.step()
-        optimizer.step()
-        assert ours.error(optimizer) <= 1e-12
-
-
-class Boosted(torch.optim.Optimizer):
-    """Its rate has factors that may be missing."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                boost = group.get("boost", 1.0) * getattr(self, "boost", 1.0) * getattr(p, "boost", 1.0)
-                p.sub_(p.grad, alpha=group["lr"] * boost)
-
-
-@pytest.mark.parametrize("place", ["group", "optimizer", "parameter"])
-def test_what_the_user_deletes_counts_no_longer(place: str) -> None:
-    model = Toy(torch.float64)
-    optimizer = Boosted(model.parameters())
-    ours = Ours(model, optimizer)
-    places: dict[str, list[dict[str, Any]]] = {
-        "group": optimizer.param_groups,
-        "optimizer": [vars(optimizer)],
-        "parameter": [vars(p) for p in model.parameters()],
-    }
-    for step in range(6):
-        for entries in places[place]:
-            if step in (1, 4):
-                entries["boost"] = 3.0
-            if step in (3, 5):
-                del entries["boost"]
-        set_grads(model, step)
-        ours.step()
-        optimizer.step()
-        assert ours.error(optimizer) <= 1e-12
-
-
-class Watch:
-    """An object that refers to the optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def rate(self) -> float:
-        rate: float = self.optimizer.param_groups[0]["lr"] * 0.7
-        return rate
-
-
-class Referring(torch.optim.Optimizer):
-    """Takes its rate from an attribute `kept`, as `read` says."""
-
-    def __init__(self, params: Any, build: Callable[[Any], Any], read: Callable[[Any], float]) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.kept, self.read = build(self), read
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad, alpha=self.read(self.kept))
-
-
-def _tensor(_: Any) -> Tensor:
-    return torch.tensor(0.1)
-
-
-def _set_group(kept: Any, rate: float) -> None:
-    kept["lr"] = rate
-
-
-# How the attribute is built, how the rate is read, how the user changes it between steps.
-REFERENCES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], float], Callable[[Any, float], Any]]] = {
-    "a tensor": (_tensor, lambda x: x.item(), lambda x, v: x.fill_(v)),
-    "a tensor by data": (_tensor, lambda x: x.item(), lambda x, v: x.data.fill_(v)),
-    "a tensor by numpy": (_tensor, lambda x: x.item(), lambda x, v: x.numpy().__setitem__(..., v)),
-    "bytes": (lambda _: bytearray(b"\x0a"), lambda x: x[0] / 100, lambda x, v: x.__setitem__(0, int(v * 100))),
-    "an array": (lambda _: array("d", [0.1]), lambda x: x[0], lambda x, v: x.__setitem__(0, v)),
-    "with parameters": (
-        lambda o: {"of": list(o.param_groups[0]["params"]), "rate": 0.1},
-        lambda x: x["rate"],
-        lambda x, v: x.update(rate=v),
-    ),
-    "a schedule": (
-        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 0.5**k),
-        lambda x: x.get_last_lr()[0],
-        lambda x, v: x.step(),
-    ),
-    "a group": (lambda o: o.param_groups[0], lambda x: x["lr"] * 0.5, _set_group),
-    "itself": (lambda o: o, lambda x: x.param_groups[0]["lr"], lambda x, v: _set_group(x.param_groups[0], v)),
-    "an object": (Watch, lambda x: x.rate, lambda x, v: _set_group(x.optimizer.param_groups[0], v)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
-@pytest.mark.parametrize("kind", list(REFERENCES))
-def test_whatever_an_attribute_refers_to_is_read_at_every_step(kind: str) -> None:
-    model, (build, read, write) = Toy(torch.float64), REFERENCES[kind]
-    optimizer = Referring(model.parameters(), build, read)
-    ours = Ours(model, optimizer)
-    for step in range(5):
-        if step != 2:
-            write(optimizer.kept, 0.1 + 0.05 * step)
-        if step == 3:  # other dicts for the same groups
-            optimizer.load_state_dict(optimizer.state_dict())
-        set_grads(model, step)
-        ours.step()
-        optimizer.step()
-        assert ours.error(optimizer) <= 1e-12
-
-
-def test_an_option_may_refer_to_a_parameter() -> None:
-    model = Toy(torch.float64)
-    optimizer = Preferring(model.parameters())
-    optimizer.param_groups[0]["first"] = [model.v]
-    assert compared(optimizer, model, 3) <= 1e-12
-
-
-class Preferring(torch.optim.Optimizer):
-    """Has another rate for the parameters that an option of the group lists."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "first": []})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                is_first = any(p is other for other in group["first"])
-                p.sub_(p.grad, alpha=group["lr"] * (0.5 if is_first else 1.0))
-
-
-class Telling(torch.optim.Optimizer):
-    """Tells parameters apart, by what its attributes are."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1, "rates": [1.0] * 3})
-        first = self.param_groups[0]["params"]
-        self.listed, self.by_param, self.first, self.other = list(first), dict.fromkeys(first, 1.0), first[0], 1.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p, rate in zip(group["params"], group["rates"], strict=False):
-                rate *= self.by_param[p] * (1.0 if any(p is x for x in self.listed) else 0.5)
-                p.sub_(p.grad, alpha=group["lr"] * rate * (1.0 if p is self.first else self.other))
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a list of parameters": lambda o: o.listed.pop(),
-    "a value by parameter": lambda o: o.by_param.update({o.first: 0.5}),
-    "a number beside a parameter": lambda o: vars(o).update(other=0.5),
-    "another parameter": lambda o: vars(o).update(first=o.listed[1], other=0.5),
-    "values in the order of parameters": lambda o: o.param_groups[0].update(rates=[1.0, 0.5, 1.0]),
-}
-
-
-@pytest.mark.parametrize("kind", list(CHANGES))
-def test_parameters_that_become_different_are_another_update(kind: str) -> None:
-    """Until then they had the same numbers, which ran for the first of them only."""
-    model = Toy(torch.float64)
-    optimizer = Telling([model.w, model.v, model.b])
-    ours = Ours(model, optimizer)
-    for step in range(2):
-        set_grads(model, step)
-        optimizer.param_groups[0]["lr"] *= 0.5
-        ours.step()
-        optimizer.step()
-        assert ours.error(optimizer) <= 1e-12
-    CHANGES[kind](optimizer)
-    for _ in range(2):
-        with pytest.raises(StepError, match="in different ways that it updated alike when the step was compiled"):
-            ours.step()
 
 
 class Reshaping(Lion):
@@ -539,23 +296,6 @@ class Reshaping(Lion):
 def test_a_step_does_not_see_what_the_previous_step_computed() -> None:
     model = Toy(torch.float64)
     assert compared(Reshaping(model.parameters()), model, 5) <= 1e-12
-
-
-@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Lion"])
-def test_ops_are_dispatched_in_the_first_steps_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step costs on the host: its ops on stand-ins are looked up, not run."""
-    model = Toy(torch.float64)
-    optimizer = make(kind, model)
-    ours, ops = Ours(model, optimizer), list[str]()
-    for step in range(3):
-        set_grads(model, step)
-        ours.step()
-    before = OptimizerRecorder._written
-    monkeypatch.setattr(
-        OptimizerRecorder, "_written", lambda self, func, *rest: ops.append(str(func)) or before(self, func, *rest)
-    )
-    ours.step()
-    assert ops == []
 
 
 def test_what_is_noted_on_a_parameter_counts() -> None:
@@ -609,18 +349,9 @@ class Together(Lion):
 
 
 class Aliasing(Lion):
-    """Keeps a value in the memory of another."""
-
-    view: Callable[[Tensor, Tensor], Tensor] = staticmethod(lambda p, kept: kept)
-
     def look(self, p: Tensor) -> float:
-        self.state[p]["same"] = self.view(p, self.state[p]["exp_avg"])
+        self.state[p]["same"] = self.state[p]["exp_avg"].view(-1)
         return 0.0
-
-
-def aliasing(view: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module], Aliasing]:
-    kind = type("Aliasing", (Aliasing,), {"view": staticmethod(view)})
-    return lambda m: kind(m.parameters())
 
 
 class Forgetful(Lion):
@@ -641,6 +372,16 @@ class Elsewhere(Lion):
         return 0.0
 
 
+class Rooted(Lion):
+    def look(self, p: Tensor) -> float:
+        return p.mul_(math.sqrt(1 - 0.9 ** self.state[p]["count"]))  # type: ignore[return-value]
+
+
+class OnLists(Lion):
+    def look(self, p: Tensor) -> float:
+        return torch._foreach_mul_([p], 0.9)  # type: ignore[return-value, func-returns-value]
+
+
 class Foreign(Lion):
     table = torch.ones(4)
 
@@ -648,39 +389,125 @@ class Foreign(Lion):
         return p.sum() * self.table  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (
-            lambda m: torch.optim.LBFGS(m.parameters()),
-            r"LBFGS evaluates the loss several times in a step\n.*lbfgs\.py:\d+",
-        ),
-        (
-            lambda m: torch.optim.SparseAdam(m.parameters()),
-            r"SparseAdam cannot be captured\n.*sparse_adam\.py:\d+.*\n.*dense",
-        ),
-        (lambda m: Printing(m.parameters()), r"depends on data\n  where: .*test_optimizers\.py:\d+ in look"),
-        (lambda m: Noisy(m.parameters()), r"draws random numbers\n  where: .*test_optimizers\.py:\d+ in look"),
-        (lambda m: Together(m.parameters()), "combines the values of several parameters"),
-        (lambda m: FirstOnly(m.parameters()), "'v' depends on the optimizer's other parameters"),
-        (aliasing(lambda p, kept: kept), "keeps 'same' in the memory of 'exp_avg'\n  where: Aliasing"),
-        (aliasing(lambda p, kept: kept.view(-1)), "keeps 'same' in the memory of 'exp_avg'"),
-        (aliasing(lambda p, kept: p.detach()), "keeps 'same' in the memory of the parameter"),
-        (lambda m: Forgetful(m.parameters()), r"removes a state tensor .*\n.*\n.*state\['kept'\] of w"),
-        (lambda m: Elsewhere(m.parameters()), r"assigns other data to a tensor.*\n  where: .*in look"),
-        (lambda m: Foreign(m.parameters()), r"not a parameter, gradient or state of its own\n  where: .*in look"),
-        (
-            lambda m: torch.optim.SGD(m.parameters(), differentiable=True),
-            r"'differentiable' is not supported\n  where: SGD",
-        ),
-        (lambda m: torch.optim.AdamW([torch.zeros(3, requires_grad=True)]), "a parameter that the model lacks"),
-    ],
-)
-def test_what_cannot_be_captured_is_refused(build: Callable[[nn.Module], Any], message: str) -> None:
-    model = Toy()
-    with pytest.raises(MeshweaveError, match=message) as error:
+class Counting(Lion):
+    """Changes values that belong to no parameter, in one step as in the next."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count, self.seen, self.rate = 0, [0], torch.tensor(0.1)
+        self.table: dict[str, Any] = {"k": 0}
+        for group in self.param_groups:
+            group["k"] = 0
+
+    def change(self) -> None:
+        raise NotImplementedError
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.change()
+        super().step()
+
+
+class InIterator(Counting):
+    iterator: Any = None
+
+    def change(self) -> None:
+        self.iterator = self.iterator or iter([0.1] * 100)
+        next(self.iterator)
+
+
+def changing(change: Callable[[Any], Any]) -> Make:
+    return lambda model: type("Changing", (Counting,), {"change": change})([model.w, model.v, model.b])
+
+
+def per_parameter(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["k"] += len(group["params"])
+
+
+def of_data(optimizer: Any) -> None:
+    optimizer.param_groups[0]["k"] = optimizer.param_groups[0]["params"][0].grad.norm().item()
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "closures": (lambda m: torch.optim.LBFGS(m.parameters()), r"LBFGS evaluates the loss several times in a step"),
+    "sparse": (lambda m: torch.optim.SparseAdam(m.parameters()), "SparseAdam takes sparse gradients"),
+    "options": (lambda m: torch.optim.SGD(m.parameters(), differentiable=True), r"'differentiable' is not supported"),
+    "others": (lambda m: torch.optim.AdamW([torch.zeros(3, requires_grad=True)]), "a parameter that the model lacks"),
+}
+EAGER: dict[str, tuple[Make, str]] = {
+    "data": (
+        lambda m: Printing(m.parameters()),
+        r"depends on values of tensors\n  where: .*optimizers\.py:\d+ in look",
+    ),
+    "Adafactor": (lambda m: torch.optim.Adafactor(m.parameters()), r"values of tensors\n  where: .*_adafactor\.py:\d+"),
+    "random": (lambda m: Noisy(m.parameters()), r"draws random numbers\n  where: .*test_optimizers\.py:\d+ in look"),
+    "together": (lambda m: Together(m.parameters()), "combines the values of several parameters"),
+    "first only": (lambda m: FirstOnly(m.parameters()), "'v' depends on the optimizer's other parameters"),
+    "aliases": (lambda m: Aliasing(m.parameters()), "keeps two values in one memory\n  where: Aliasing"),
+    "removed": (lambda m: Forgetful(m.parameters()), r"removes a state tensor\n.*\n.*'kept' of w"),
+    "another dtype": (lambda m: Elsewhere(m.parameters()), r"assigns other data to a tensor.*\n  where: .*in look"),
+    "own tensors": (
+        lambda m: Foreign(m.parameters()),
+        r"not a parameter, gradient or state of its own\n  where: .*in look",
+    ),
+    "math": (lambda m: Rooted(m.parameters()), r"math takes a number that changes from step to step"),
+    "lists": (lambda m: OnLists(m.parameters()), "ops on lists of tensors"),
+    "per parameter": (changing(per_parameter), "'w' depends on the optimizer's other parameters"),
+    "in a dict": (changing(lambda o: o.table.update(k=o.table["k"] + 1)), "changes an attribute that is no number"),
+    "in a new object": (changing(lambda o: setattr(o, "other", object())), "changes an attribute that is no number"),
+    "an iterator": (lambda m: InIterator(m.parameters()), "changes an attribute that is no number"),
+    "a switch": (changing(lambda o: setattr(o, "is_begun", True)), "changes a switch"),
+    "of data": (changing(of_data), "that is no number and no tensor"),
+    "in state": (changing(lambda o: o.state.update(k=1)), "keeps state of no parameter"),
+}
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *EAGER])
+def test_what_cannot_be_traced_is_an_error(case: str) -> None:
+    model, (build, message) = Toy(), (REFUSED | EAGER)[case]
+    with pytest.raises(PlanError if case in REFUSED else CaptureError, match=message):
         read_optimizer(build(model), model)
-    assert isinstance(error.value, (CaptureError, PlanError))
+
+
+COUNTS: dict[str, Callable[[Any], Any]] = {
+    "a group": lambda o: [
+        group.update(k=group["k"] + 1, lr=group["lr"] * 0.9 ** group["k"]) for group in o.param_groups
+    ],
+    "a new option": lambda o: [
+        group.update(n=group.get("n", 0) + 1, lr=0.1 / (group.get("n", 0) + 1)) for group in o.param_groups
+    ],
+    "an attribute": lambda o: (
+        setattr(o, "count", o.count + 1),
+        o.param_groups[0].update(lr=0.1 if o.count < 5 else 0.2),
+    ),
+    "a tensor": lambda o: (o.rate.mul_(0.5), o.param_groups[0].update(lr=o.rate.item())),
+}
+
+
+@pytest.mark.parametrize("case", COUNTS)
+def test_counts_of_groups_and_attributes_advance_once_per_step(case: str) -> None:
+    model = Toy(torch.float64)
+    ours, theirs = (changing(COUNTS[case])(model) for _ in range(2))
+    captured = Ours(model, ours)
+    for step in range(9):
+        set_grads(model, step)
+        captured.step()
+        theirs.step()
+        assert captured.error(theirs) <= 1e-12
+        assert [{**g, "params": 0} for g in ours.param_groups] == [{**g, "params": 0} for g in theirs.param_groups]
+        assert (ours.count, ours.rate) == (theirs.count, theirs.rate)  # type: ignore[attr-defined]
+
+
+def test_a_number_of_the_optimizer_that_a_script_changes_counts() -> None:
+    model = Toy(torch.float64)
+    optimizer: Any = changing(lambda o: o.param_groups[0].update(lr=0.1 / (1 + o.count)))(model)
+    ours = Ours(model, optimizer)
+    for step in range(4):
+        optimizer.count = 2 * step
+        set_grads(model, step)
+        ours.step()
+        optimizer.step()
+        assert ours.error(optimizer) <= 1e-12
 
 
 def test_the_user_s_optimizer_is_left_as_it_was() -> None:
@@ -693,20 +520,3 @@ def test_the_user_s_optimizer_is_left_as_it_was() -> None:
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert optimizer.param_groups[0]["params"][0] is model.w
-
-
-@pytest.mark.parametrize(("kind", "num_read"), [("AdamW", 2), ("SGD", 2), ("Adafactor", 4)])
-def test_shapes_whose_update_goes_element_by_element_are_read_once(
-    kind: str, num_read: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shape without dims is read by itself: dtypes of results are another matter there. Adafactor reads shapes."""
-    read: list[str] = []
-    of = optimizers._kind
-    monkeypatch.setattr(optimizers, "_kind", lambda *how: (read.append(how[1]), of(*how))[1])
-    model = Toy()
-    spec = read_optimizer(getattr(torch.optim, kind)(model.parameters(), lr=0.1), model)
-    assert len(spec.kinds) == 4
-    assert len(read) == num_read
-    for name, param in model.named_parameters():
-        sizes = {s.shape for s in spec.slots(name).values()}
-        assert kind == "Adafactor" or sizes <= {tuple(param.shape), ()}

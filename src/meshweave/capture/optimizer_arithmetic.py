@@ -128,8 +128,14 @@ def _widened(operands: list[Any]) -> list[Any]:
     return [x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() and x.dim() else x for x in operands]
 
 
+def _is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
 def scaled(base: str, args: Any, kwargs: Mapping[str, Any], into: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The op by its row, its result in `dtype`; written into a tensor if the op is in place."""
+    if dtype.is_floating_point:  # a float makes floats of integers
+        args = [x.to(dtype) if isinstance(x, Tensor) and x.dim() and _is_integer(x) else x for x in args]
     result = ARITHMETIC[base](*_widened(list(args)), **kwargs)
     is_comparison = result.dtype == torch.bool
     result = result if result.dtype == dtype or is_comparison else result.to(dtype)

@@ -1,4 +1,4 @@
-"""The update of a parameter as a graph of values: records in functional form, with all paths of a step merged.
+"""The update of a parameter as a graph of values: records in functional form, with all variants of a step merged.
 
 Values are hash-consed, so that a value common to two records is a single value. Where they differ, a `where` chooses,
 pushed down as far as possible, so that of two ways to compute a number only the number is chosen.
@@ -15,33 +15,24 @@ import torch
 from torch import Tensor, fx
 
 from meshweave.capture.optimizer_arithmetic import SUMS, base_of, in_place, scaled
-from meshweave.capture.optimizer_record import Key, Num, OptimizerCall, OptimizerRecord, Ref, TakenBranch
+from meshweave.capture.optimizer_tracer import Key, Num, NumRef, OptimizerCall, OptimizerRecord, Ref
 from meshweave.capture.tracer import GraphTracer
 from meshweave.interop import pytree
 from meshweave.interop.fake import FakeTensorMode
 from meshweave.ir.graph import Spec, Specs, map_nodes, returned_values
-from meshweave.ir.traits import CASTS, IDENTITIES, is_pointwise
+from meshweave.ir.traits import IDENTITIES, is_pointwise
 
 aten = torch.ops.aten
 
-_COPIES = {aten.copy.default, *CASTS}  # elementwise, too
 
-
-@dataclass(frozen=True, slots=True)
-class UpdateSource:
-    """Where a number comes from: a variant of the update, a path through it, and its index in that path's record."""
-
-    variant: int
-    path: tuple[bool, ...]
-    index: int
-
-
-Number = frozenset[UpdateSource]  # for numbers of different variants: that of the current step's variant
+# Where a number comes from: pairs of a variant of the update, and the index among the numbers of its record. Several,
+# if it is the number of the current step's variant; the index -1 stands for 1 in the variant and 0 in others.
+NumberSource = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateValue:
-    """A value: an op on others, or an input if `target` is None and `args` is its key or its `Number`."""
+    """A value: an op on others, or an input if `target` is None and `args` is its key or its `NumberSource`."""
 
     target: Any
     args: tuple[Any, ...]
@@ -80,24 +71,23 @@ class Values:
             self.known[key] = UpdateValue(target, args, kwargs, spec, tuple(uses))
         return self.known[key]
 
-    def merge(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue, of_variants: bool) -> UpdateValue:
-        """`where(condition, yes, no)`, pushed down. Between variants two numbers are a single input: that of the
-        current variant."""
+    def merge(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue) -> UpdateValue:
+        """`where(condition, yes, no)`, pushed down. Two numbers are a single input: that of the current variant."""
         if yes is no:
             return yes
         key = (id(condition), id(yes), id(no))
         if key not in self._merged:
-            self._merged[key] = self._choose(condition, yes, no, of_variants)
+            self._merged[key] = self._choose(condition, yes, no)
         return self._merged[key]
 
-    def _choose(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue, of_variants: bool) -> UpdateValue:
-        if of_variants and _is_number(yes) and _is_number(no):
+    def _choose(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue) -> UpdateValue:
+        if _is_number(yes) and _is_number(no):
             return self.input(yes.args[0] | no.args[0], Spec((), torch.float64))
         if _same_op(yes, no):
             differing = [i for i, (a, b) in enumerate(zip(yes.uses, no.uses, strict=True)) if a is not b]
-            large = [i for i in differing if not _may_merge(yes.uses[i], no.uses[i], of_variants)]
+            large = [i for i in differing if not _may_merge(yes.uses[i], no.uses[i])]
             if len(large) <= 1 and all(yes.uses[i].spec == no.uses[i].spec for i in differing):
-                merged = [self.merge(condition, a, b, of_variants) for a, b in zip(yes.uses, no.uses, strict=True)]
+                merged = [self.merge(condition, a, b) for a, b in zip(yes.uses, no.uses, strict=True)]
                 return self.op(yes.target, *_with_uses(yes, merged), yes.spec)
         return self.op(aten.where.self, (condition, yes, no), (), yes.spec)
 
@@ -106,9 +96,9 @@ def _is_number(value: UpdateValue) -> bool:
     return value.target is None and isinstance(value.args[0], frozenset)
 
 
-def _may_merge(a: UpdateValue, b: UpdateValue, of_variants: bool) -> bool:
+def _may_merge(a: UpdateValue, b: UpdateValue) -> bool:
     """Whether a choice between two values is cheap."""
-    both_numbers = of_variants and _is_number(a) and _is_number(b)
+    both_numbers = _is_number(a) and _is_number(b)
     return both_numbers or all(isinstance(x.spec, Spec) and not x.spec.shape for x in (a, b))
 
 
@@ -134,7 +124,7 @@ def _with_uses(value: UpdateValue, uses: Sequence[Any]) -> tuple[tuple[Any, ...]
 def values_of(
     values: Values, record: OptimizerRecord, specs: Mapping[Key, Spec], number: Callable[[int], UpdateValue]
 ) -> Outputs:
-    """The outputs of a record, and its branches' conditions under ("condition", index, "")."""
+    """The outputs of a record. `number` has the input for each of its numbers."""
     keys = [*record.inputs]
     mode = FakeTensorMode()
     with mode:
@@ -156,7 +146,6 @@ def values_of(
 def replay(record: OptimizerRecord, inputs: Mapping[Key, Tensor], numbers: Sequence[Tensor]) -> dict[Key, Tensor]:
     """Runs the record on other tensors and numbers, which are not modified."""
     env = {index: inputs[key].clone() for key, index in record.inputs.items()}
-    results: dict[Key, Tensor] = {}
 
     def value(x: Any) -> Any:
         if isinstance(x, Ref):
@@ -166,17 +155,14 @@ def replay(record: OptimizerRecord, inputs: Mapping[Key, Tensor], numbers: Seque
         return [value(y) for y in x] if isinstance(x, tuple) else x
 
     for call in record.calls:
-        if isinstance(call, TakenBranch):
-            results["condition", len(results), ""] = env[call.condition.index].clone()
-            continue
         out = _called(call, [value(x) for x in call.args], {k: value(x) for k, x in call.kwargs})
         tensors = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         env |= {ref.index: x for ref, x in zip(call.results, tensors, strict=True)}
-    return results | {key: env[index] for key, index in record.outputs.items()}
+    return {key: env[index] for key, index in record.outputs.items()}
 
 
 def _called(call: OptimizerCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    has_number = any(isinstance(x, Num) for x in pytree.tree_leaves((call.args, [v for _, v in call.kwargs])))
+    has_number = any(isinstance(x, (Num, NumRef)) for x in pytree.tree_leaves((call.args, [v for _, v in call.kwargs])))
     if not has_number and base_of(call.func) not in SUMS:
         return call.func(*args, **kwargs)
     into = kwargs.pop("out") if "out" in kwargs else args[0] if in_place(call.func) else None
@@ -201,19 +187,6 @@ def _import(values: Values, graph: fx.Graph, inputs: Sequence[UpdateValue]) -> l
     return [env[n] for n in returned_values(graph)]
 
 
-def merged_paths(values: Values, paths: Mapping[tuple[bool, ...], Outputs]) -> Outputs:
-    """The outputs for all branches on data. `paths` are complete: they contain both outcomes of every branch."""
-
-    def at(depth: int, chosen: list[tuple[bool, ...]]) -> Outputs:
-        if len(chosen) == 1 and len(chosen[0]) == depth:
-            return {k: v for k, v in paths[chosen[0]].items() if k[0] != "condition"}
-        condition = paths[chosen[0]]["condition", depth, ""]
-        no, yes = (at(depth + 1, [p for p in chosen if p[depth] is is_taken]) for is_taken in (False, True))
-        return {k: values.merge(condition, yes[k], no[k], False) for k in yes}
-
-    return at(0, list(paths))
-
-
 def ordered(outputs: Iterable[UpdateValue]) -> list[UpdateValue]:
     """All values that the outputs need, in topological order."""
     done: dict[UpdateValue, None] = {}
@@ -230,32 +203,13 @@ def ordered(outputs: Iterable[UpdateValue]) -> list[UpdateValue]:
     return list(done)
 
 
-def reshaped(outputs: Outputs, old: Sequence[int], new: Sequence[int]) -> Outputs | None:
-    """The same outputs for tensors of shape `new` instead of `old`; None if an op is not elementwise, or if a shape is
-    that of a number."""
-    env: dict[UpdateValue, UpdateValue] = {}
-    if not old or not new:
-        return None
-    for value in ordered(outputs.values()):
-        spec = value.spec
-        if not isinstance(spec, Spec) or spec.shape not in ((), tuple(old)):
-            return None
-        if value.target is not None and not is_pointwise(value.target) and value.target not in _COPIES:
-            return None
-        uses = [env[u] for u in value.uses]
-        env[value] = UpdateValue(
-            value.target, *_with_uses(value, uses), Spec(tuple(new), spec.dtype) if spec.shape else spec, tuple(uses)
-        )
-    return {key: env[value] for key, value in outputs.items()}
-
-
 def run_op(value: UpdateValue, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The op of a value on tensors."""
     return value.target(*args, **kwargs)
 
 
 def evaluate(outputs: Mapping[Key, UpdateValue], inputs: Callable[[Any], Any], call: RunOp = run_op) -> dict[Key, Any]:
-    """The outputs of a graph. `inputs(key)` returns the value of a key or a `Number`, `call` the result of an op."""
+    """The outputs of a graph. `inputs(key)` returns the value of a key or `NumberSource`, `call` the result of an op."""
     env: dict[UpdateValue, Any] = {}
     for value in ordered(outputs.values()):
         if value.target is None:

@@ -263,11 +263,11 @@ class _StepRun:
             self.accumulate(grads)
             results |= {("acc", n): g for n, g in grads.items()}
         results |= {("grad", n): g for n, g in grads.items()}
+        self.tracker.phase = "update"
+        if self.options.clip_grad_norm is not None and self.options.part == "train":
+            results["norm", ""], grads = _clipped(grads, self.options.clip_grad_norm)
         if self.optimizer is None:
             return results, {}
-        self.tracker.phase = "update"
-        if self.options.clip_grad_norm is not None:
-            results["norm", ""], grads = _clipped(grads, self.options.clip_grad_norm)
         return results, {n: g for n, g in grads.items() if n in self.optimizer.kind_of}
 
     def traced(self) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
 
 from meshweave.interop.dtensor import local_tensor, set_local_tensor
 from meshweave.interop.hooks import forward_pre_hooks
@@ -25,7 +26,7 @@ from meshweave.runtime.world import World
 def dtensor_parameter(like: Tensor, piece: Tensor | None, item: Input, layout: Layout, device_type: str) -> Tensor:
     """A DTensor parameter with the memory of `piece` (None on a rank without a piece); `like` itself if it is a DTensor
     with the same placements."""
-    if isinstance(like, DTensor) and _is_placed(like, layout, item.spec.shape):
+    if isinstance(like, DTensor) and is_placed(like, layout, item.spec.shape):
         own: Tensor = like
     else:
         own = nn.Parameter(dtensor_of(piece, item, layout, device_type), requires_grad=like.requires_grad)
@@ -122,6 +123,17 @@ class _Whole(torch.autograd.Function):
         return dtensor_from_piece(piece, layout, grad.shape), None
 
 
+class WholeSums(TorchFunctionMode):
+    """While active, functions return DTensors with their sums over ranks done. Of a DTensor that is parts of a sum,
+    `.item()` is this rank's part, and ops in place are errors (torch 2.13)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, DTensor) or not any(at.is_partial() for at in result.placements):
+            return result
+        return result.redistribute(placements=[Replicate() if at.is_partial() else at for at in result.placements])
+
+
 def layout_of(tensor: DTensor) -> Layout:
     """The layout of a DTensor's pieces, on a mesh with the axis names of its DeviceMesh."""
     at = tensor.device_mesh
@@ -163,7 +175,7 @@ def set_piece(tensor: Tensor, piece: Tensor) -> None:
     set_local_tensor(tensor, piece)
 
 
-def _is_placed(tensor: DTensor, layout: Layout, shape: tuple[int, ...]) -> bool:
+def is_placed(tensor: DTensor, layout: Layout, shape: tuple[int, ...]) -> bool:
     """Whether a DTensor has a layout's placements on the layout's mesh."""
     ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
     return ranks == tuple(layout.mesh.devices) and tuple(tensor.placements) == dtensor_placements(layout, shape)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshweave.errors import CaptureError
 from meshweave.interop.modules import copied_dicts, own_tensors, restore_dicts, set_submodules, twin_of
 from meshweave.interop.storages import version_of
+from meshweave.ir.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,15 @@ def full_values(tensor: Any) -> Tensor:
     """A tensor's values; for a DTensor, those of the full tensor, which all ranks request together."""
     values: Tensor = tensor.detach()
     return values.full_tensor() if hasattr(values, "full_tensor") else values
+
+
+def has_layout(tensor: Any, layout: Layout) -> bool:
+    """Whether a tensor is a DTensor of this layout, on the layout's mesh."""
+    if not hasattr(tensor, "placements"):
+        return False
+    from meshweave.runtime.dtensor_parameters import is_placed  # slow to import
+
+    return is_placed(tensor, layout, tuple(tensor.shape))
 
 
 def _skeleton(model: nn.Module) -> nn.Module:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.optimizer_steps import number_like
-from meshweave.capture.optimizers import OptimizerSpec
+from meshweave.capture.optimizers import OptimizerSpec, number_like
 from meshweave.errors import StepError
 from meshweave.interop.storages import version_of
 from meshweave.ir.graph import Input

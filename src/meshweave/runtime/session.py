@@ -268,7 +268,7 @@ class Session:
         self.carries = Carries(self.roles, world)
         self.values: dict[str, Tensor] = {}  # loss and grad_norm of the last step
         self.progress = Progress(settings.accumulate)
-        self._gradients: dict[str, list[Tensor]] | None = None
+        self.gradient_pieces: dict[str, list[Tensor]] | None = None  # of the last step, by name
         self._envs: list[Env] = []
         self._between: list[dict[Key, Tensor]] = []  # values that a microbatch passes to the next
         self._losses: list[Fetched] = []
@@ -423,7 +423,7 @@ class Session:
             with uninterrupted():
                 self._update(numbers)
                 if self.settings.run.keep_gradients:
-                    self._gradients = pieces_by_name(self.ranks, self._envs, "grad")
+                    self.gradient_pieces = pieces_by_name(self.ranks, self._envs, "grad")
                 has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
                 norm = {"grad_norm": scalar(self.ranks, self._envs, "norm")} if has_norm else {}
                 self.values = {"loss": mean_of(self._losses), **norm}
@@ -524,9 +524,11 @@ class Session:
         """Full gradients of the last step by parameter name. StepError unless the session keeps them."""
         if not self.settings.run.keep_gradients:
             raise StepError("gradients were not kept", hint="compile with run=mw.RunOptions(keep_gradients=True)")
-        if self._gradients is None:
+        if self.gradient_pieces is None and self.state.num_steps:
+            raise StepError("gradients were not kept", hint="compile with run=mw.RunOptions(keep_gradients=True)")
+        if self.gradient_pieces is None:
             raise StepError("there are no gradients before the first step", hint="take a step first: step(batch)")
-        return self.full("grad", self._gradients)
+        return self.full("grad", self.gradient_pieces)
 
     def sharded(self, kind: str) -> dict[str, Tensor]:
         """Values of a kind by name, as DTensors of this rank's pieces. LayoutError on virtual devices."""

@@ -18,7 +18,7 @@ from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.initialize import full_values
+from meshweave.runtime.initialize import full_values, has_layout
 from meshweave.runtime.weight_files import WeightFiles
 from meshweave.runtime.world import boxes_of
 
@@ -128,12 +128,19 @@ class State:
         for item, layout in new:
             self.put(item, layout, self.zeros(item))
 
-    def rest(self, param: str, slots: Mapping[str, Tensor]) -> None:
-        """Keep optimizer state of a frozen parameter: full tensors (or DTensors) by slot."""
-        for slot, value in slots.items():
-            entry = self._resting(f"{slot}/{param}", Spec(tuple(value.shape), value.dtype))
+    def rest(self, param: str, specs: Mapping[str, Spec], slots: Mapping[str, Any]) -> None:
+        """Keep optimizer state of a parameter that no compiled update trains: full tensors or DTensors by slot. Other
+        ranks have the pieces of slots that are missing."""
+        for slot, spec in specs.items():
+            value = slots.get(slot)
+            entry = self._resting(f"{slot}/{param}", spec)
             self.resting.append(entry)
-            self.put(*entry, full_values(value))
+            if value is None or has_layout(value, entry[1]):
+                self.pieces["state", entry[0].name] = (
+                    [value.to_local()] if value is not None and self.holders(entry[1]) else []
+                )
+            else:
+                self.put(*entry, full_values(value))
 
     def _resting(self, name: str, spec: Spec) -> tuple[Input, Layout]:
         """A slot of a frozen parameter, laid out like the parameter if it has its shape."""
