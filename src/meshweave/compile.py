@@ -41,7 +41,6 @@ from meshweave.train_step import TrainStep
 from meshweave.variants import Build
 
 _LOG = logging.getLogger("meshweave")
-_LOG = logging.getLogger("meshweave")
 Loss = Callable[[Any, Any], Tensor]
 
 

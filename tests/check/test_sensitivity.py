@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import meshweave as mw
 from meshweave.capture import optimizer_arithmetic, step
 from meshweave.capture.optimizer_arithmetic import ARITHMETIC
-from meshweave.capture.optimizer_stand_ins import StandIns
+from meshweave.capture.optimizer_copy import OptimizerCopy
 from meshweave.capture.trace import Provenance
 from meshweave.check.numerics import CHECK_LR, NumericsReport, check_numerics
 from meshweave.check.runs import Recipe, Training, widened
@@ -162,14 +162,14 @@ def apply(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
     if mutant.function is optimizer_arithmetic._addcdiv:
         monkeypatch.setattr(optimizer_arithmetic, "ARITHMETIC", {**ARITHMETIC, "addcdiv": mutant.changed()})
         return
-    run, module = StandIns._run, sys.modules[mutant.function.__module__]
+    run, module = OptimizerCopy.trace, sys.modules[mutant.function.__module__]
 
-    def captured(self: StandIns, *args: Any) -> Any:
+    def captured(self: OptimizerCopy, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, mutant.function.__name__, mutant.changed())
             return run(self, *args)
 
-    monkeypatch.setattr(StandIns, "_run", captured)
+    monkeypatch.setattr(OptimizerCopy, "trace", captured)
 
 
 @pytest.mark.parametrize("mutant", SLOW)

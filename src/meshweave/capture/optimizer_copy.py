@@ -1,4 +1,4 @@
-"""A copy of a user's optimizer over tensors without data, whose `step()` is traced, and the numbers that it starts from."""
+"""A copy of a user's optimizer over tensors without data, whose `step()` is traced, and the numbers it starts from."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import types
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.optimizer_groups import name_of, parts_of
 from meshweave.capture.optimizer_tape import Number, Tape, TapeRef, line_of, untraceable
-from meshweave.capture.optimizer_tracer import OptimizerRecord, UpdateTracer
+from meshweave.capture.optimizer_tracer import Key, OptimizerRecord, UpdateTracer
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.optimizer import make_state
 from meshweave.interop.storages import version_of
@@ -45,6 +46,13 @@ def _is_plain(value: Any) -> bool:
     return is_number(value) or isinstance(value, _SWITCHES)
 
 
+@cache  # importing what an optimizer needs is slow
+def _unread() -> frozenset[str]:
+    """Names that are no options: the list of parameters, and attributes that torch sets."""
+    base = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
+    return frozenset({"params", "step", "_opt_called", *base, *_IMPLEMENTATIONS})
+
+
 def leaves_of(key: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """The numbers and switches of a value, each by its own key."""
     if type(value) in (tuple, list):
@@ -69,7 +77,7 @@ class SharedReader:
 
     def __post_init__(self) -> None:
         for key, values in self._containers().items() if not self.names else ():
-            chosen = (name for name, value in values.items() if _is_plain(value) and name not in _UNREAD)
+            chosen = (name for name, value in values.items() if _is_plain(value) and name not in _unread())
             self.names[key] = dict.fromkeys(chosen)
         self.part_of = [j for j, part in enumerate(parts_of(self.optimizer)) for _ in part.param_groups]
 
@@ -100,10 +108,6 @@ class SharedReader:
                 now.copy_(value)
             else:
                 containers[kind, index][name] = value
-
-
-# Names that are no options: the list of parameters, and attributes that torch sets.
-_UNREAD = {"params", "step", "_opt_called", *vars(torch.optim.Optimizer([torch.zeros(1)], {})), *_IMPLEMENTATIONS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +224,8 @@ class OptimizerCopy:
             tensors = {s: torch.empty(x.shape, dtype=x.dtype, device="meta") for s, x in start.tensors.items()}
             if start.tensors or start.numbers:
                 state[param] |= tensors | {slot: stand_in((slot,), x) for slot, x in start.numbers.items()}
-            own = {("param", 0, ""): param, **({("grad", 0, ""): param.grad} if has_grads else {})}
+            own: dict[Key, Tensor] = {("param", 0, ""): param}
+            own |= {("grad", 0, ""): param.grad} if param.grad is not None else {}
             own |= {("state", 0, slot): x for slot, x in tensors.items()}
             owners |= {tracer.know(x): name for x in own.values()}
             if len(starts) == 1:
@@ -279,7 +284,7 @@ class OptimizerCopy:
             raise untraceable("the optimizer keeps state of no parameter", f"state[{others[0]!r}]", self.name)
         changed: Shared = {}
         for key, container in self._containers.items():
-            for name in (name for name in {**self._base[key], **container} if name not in _UNREAD):
+            for name in (name for name in {**self._base[key], **container} if name not in _unread()):
                 place, value = (*key, name), container.get(name)
                 start = begun.get(place, self._base[key].get(name))
                 is_written = isinstance(value, Tensor) and (ref := tape.ref_of(value)) and ref.index >= tape.num_inputs
@@ -298,7 +303,7 @@ class OptimizerCopy:
         """The contents of options and attributes that are no numbers or switches."""
         own = {id(x) for x in (self._state, *self._parts, *self._containers.values())}
         own |= {id(part.param_groups) for part in self._parts}
-        values = (v for c in self._containers.values() for k, v in c.items() if k not in _UNREAD and not _is_plain(v))
+        values = (v for c in self._containers.values() for k, v in c.items() if k not in _unread() and not _is_plain(v))
         return [_form(value, own) for value in values if type(value) is not Number]
 
 

@@ -209,7 +209,7 @@ def run_op(value: UpdateValue, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def evaluate(outputs: Mapping[Key, UpdateValue], inputs: Callable[[Any], Any], call: RunOp = run_op) -> dict[Key, Any]:
-    """The outputs of a graph. `inputs(key)` returns the value of a key or `NumberSource`, `call` the result of an op."""
+    """The outputs of a graph. `inputs(key)` returns the value of an input, `call` the result of an op."""
     env: dict[UpdateValue, Any] = {}
     for value in ordered(outputs.values()):
         if value.target is None:

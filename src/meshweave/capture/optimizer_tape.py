@@ -204,7 +204,8 @@ class Number(torch.SymFloat):
     def __init__(self, tape: Tape, value: Any, ref: TapeRef | None, tensor: Tensor | None = None) -> None:
         self.tape, self.value, self.ref, self.tensor = tape, value, ref, tensor
 
-    @property  # isinstance(x, float) and isinstance(x, int) answer as for the number
+    # isinstance(x, float) and isinstance(x, int) answer as for the number
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.value)
 

@@ -128,8 +128,8 @@ class UpdateKind:
         """The numbers of a step from a parameter's state; None if no traced step did the same."""
         start = kept.structure, structure
         leaves = {**shared, **{(slot,): value for slot, value in kept.numbers.items()}}
-        found = (path.numbers(start, leaves) for path in self.paths)
-        return next((numbers for numbers in found if numbers is not None), None)
+        steps = (path.numbers(start, leaves) for path in self.paths)
+        return next((step for step in steps if step is not None), None)
 
     def inputs_of(self, step: PathNumbers) -> list[float]:
         """The input numbers in a step; 1 for numbers of other variants, which are not used then."""
@@ -322,8 +322,13 @@ def _add(paths: list[NumberPath], path: NumberPath, step: TracedStep, leaves: Le
         numbers = known.numbers(path.start, leaves)
         if numbers is not None:
             expected = [*map(step.now, path.results)]
-            found = [numbers.numbers, [*numbers.fills.values()], [*numbers.kept.values()], [*numbers.shared.values()]]
-            if known.variant != path.variant or repr([*map(list, found)]) != repr([*map(list, expected)]):  # type: ignore[arg-type]
+            replayed = [
+                numbers.numbers,
+                [*numbers.fills.values()],
+                [*numbers.kept.values()],
+                [*numbers.shared.values()],
+            ]
+            if known.variant != path.variant or repr([*map(list, replayed)]) != repr([*map(list, expected)]):  # type: ignore[arg-type]
                 raise untraceable("the optimizer computes other numbers in a step than in an equal step before")
             return
         pairs = zip_longest(known.entries, path.entries)

@@ -60,7 +60,6 @@ class EagerUpdate:
             bound.tensor.grad = None
         state.torn = False
         bindings.take_over(state)
-        bindings.written.clear()  # written by the same code on every rank, of pieces that differ
 
     def _gradient(self, session: Session, bound: Bound) -> Tensor | None:
         """The gradient of a parameter; None for a DTensor of which another stage's ranks have all pieces."""

@@ -337,7 +337,7 @@ class Session:
 
     def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float], done: Done = None) -> Tensor:
         """Run a step over its microbatches; the loss is their mean. `numbers` are those of the optimizer
-        (`capture.optimizer_steps.StepNumbers`). `done()` is called once the step is taken; Ctrl-C waits for its end.
+        (`capture.optimizers.StepNumbers`). `done()` is called once the step is taken; Ctrl-C waits for its end.
         Raises StepError when the loss is not finite, before anything is updated."""
         self.progress.check_idle("a whole step")
         try:

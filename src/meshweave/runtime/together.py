@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch
-from meshweave.capture.optimizer_several import parts_of
+from meshweave.capture.optimizer_groups import parts_of
 from meshweave.errors import MeshError, MeshweaveError
 from meshweave.interop.process_groups import store_of_job
 from meshweave.ir.graph import StepGraph
