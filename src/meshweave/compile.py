@@ -28,7 +28,7 @@ from meshweave.passes.options import PassesArgument
 from meshweave.program import Program
 from meshweave.runtime.cluster import make_world, numbers_of_all
 from meshweave.runtime.fuse import compiles_for_gpu, prepare_compiler
-from meshweave.runtime.replaced import follow_replaced
+from meshweave.runtime.optimizer_state import follow_replaced
 from meshweave.runtime.rows import batch_shard, global_example
 from meshweave.runtime.session import RunOptions, SessionSettings
 from meshweave.runtime.together import agree, argument_texts, program_texts, together

@@ -389,6 +389,18 @@ class Foreign(Lion):
         return p.sum() * self.table  # type: ignore[return-value]
 
 
+def test_a_new_option_or_attribute_is_another_update() -> None:
+    model = Toy()
+    optimizer = Lion(model.parameters())
+    ours = Ours(model, optimizer)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=False)
+    set_grads(model, 0)
+    ours.step()
+    optimizer.param_groups[0]["boost"] = 2.0
+    with pytest.raises(StepError, match="that are new\n  where: Lion\n  got: group 0: boost"):
+        ours.step()
+
+
 class Counting(Lion):
     """Changes values that belong to no parameter, in one step as in the next."""
 

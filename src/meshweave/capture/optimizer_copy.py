@@ -25,6 +25,8 @@ from meshweave.ir.graph import Spec
 
 # Options that choose among implementations of the same update: the plain loop over parameters is traced.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
+# What torch's schedulers keep in groups for themselves (torch/optim/lr_scheduler.py, swa_utils.py).
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 _SWITCHES = (bool, str, type(None))
 
 # ("group", index of the group, option) or ("attribute", index of the optimizer, name)
@@ -50,7 +52,7 @@ def _is_plain(value: Any) -> bool:
 def _unread() -> frozenset[str]:
     """Names that are no options: the list of parameters, and attributes that torch sets."""
     base = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
-    return frozenset({"params", "step", "_opt_called", *base, *_IMPLEMENTATIONS})
+    return frozenset({"params", "step", "_opt_called", *base, *_IMPLEMENTATIONS, *_OF_SCHEDULERS})
 
 
 def leaves_of(key: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -73,10 +75,12 @@ class SharedReader:
 
     optimizer: torch.optim.Optimizer
     names: dict[tuple[str, int], dict[str, None]] = field(default_factory=dict)
+    known: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # names of all options and attributes
     part_of: list[int] = field(default_factory=list)  # of each group, the index of its optimizer
 
     def __post_init__(self) -> None:
         for key, values in self._containers().items() if not self.names else ():
+            self.known[key] = {*values}
             chosen = (name for name, value in values.items() if _is_plain(value) and name not in _unread())
             self.names[key] = dict.fromkeys(chosen)
         self.part_of = [j for j, part in enumerate(parts_of(self.optimizer)) for _ in part.param_groups]
@@ -98,6 +102,13 @@ class SharedReader:
             for name in names
             if key in containers and name in containers[key]
         }
+
+    def added(self) -> str:
+        """An option or attribute that is new since the optimizer was compiled."""
+        for key, container in self._containers().items():
+            if new := container.keys() - self.known.get(key, ()) - self.names.get(key, {}).keys() - _unread():
+                return f"{key[0]} {key[1]}: {', '.join(sorted(new))}"
+        return ""
 
     def write(self, values: Shared) -> None:
         """Set values after a step in the user's optimizer."""

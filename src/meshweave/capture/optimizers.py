@@ -443,7 +443,7 @@ class StepNumbers:
     ) -> None:
         named = names_by_id(names)
         self.spec, self._optimizer = spec, optimizer
-        self._reader = SharedReader(optimizer, {key: dict(its) for key, its in spec.reader.names.items()})
+        self._reader = SharedReader(optimizer, spec.reader.names, spec.reader.known)
         self._named = {named[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         self._members = {k: spec.members(k) for k in spec.leaders}
         self._kept: dict[str, Kept] = {}
@@ -480,6 +480,8 @@ class StepNumbers:
         """
         numbers: dict[str, float] = {}
         fills: dict[tuple[str, str], complex] = {}
+        if new := self._reader.added():
+            raise OutdatedUpdate("the optimizer has options or attributes that are new", where=self.spec.name, got=new)
         self._after, changes, shared = {}, list[Shared](), self._reader.read()
         groups = {kind.group for kind in (*self.spec.kinds, *self.spec.idle)}
         of_group = {group: structure_and_leaves(self._reader, shared, group) for group in groups}

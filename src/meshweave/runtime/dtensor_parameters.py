@@ -19,7 +19,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.placements import layout_from_placements
 from meshweave.runtime.dtensor import dtensor_from_piece, dtensor_placements, unheld_dtensor
-from meshweave.runtime.replaced import note_replaced, replace_in_optimizer
+from meshweave.runtime.optimizer_state import note_replaced, replace_in_optimizer
 from meshweave.runtime.world import World
 
 
