@@ -8,7 +8,6 @@ import tempfile
 
 import pytest
 from hypothesis import settings
-from tests.long_tail import mark_long_tail
 
 settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("all", max_examples=300, deadline=None)
@@ -42,7 +41,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before what is marked is left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    mark_long_tail(items, config.args_source is pytest.Config.ArgsSource.TESTPATHS)
+    """Rows named by `slow_rows` beside their test are slow. UsageError for a row that there is not."""
+    for item in items:
+        for mark in item.iter_markers("slow_rows"):
+            if item.callspec.id in mark.args:  # type: ignore[attr-defined]
+                item.add_marker(pytest.mark.slow)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        rows = {(item.nodeid.partition("[")[0], mark.args) for item in items for mark in item.iter_markers("slow_rows")}
+        names = {item.nodeid for item in items}
+        missing = [f"{test}[{row}]" for test, args in rows for row in args if f"{test}[{row}]" not in names]
+        if missing:
+            raise pytest.UsageError(f"slow_rows names rows that there are not: {', '.join(missing)}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

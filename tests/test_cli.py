@@ -139,6 +139,7 @@ def test_check_passes_and_shows_the_worst_tensors(models):
     assert "up.weight" in result.output or "down.weight" in result.output
 
 
+@pytest.mark.slow
 def test_check_of_a_hugging_face_model():
     result = call(
         "check", TINY, "--mesh", "dp=2,tp=2", "--plan", "fsdp:dp+hf_tp:tp", "--seq", 16, "--steps", 2, "--json"
@@ -150,6 +151,7 @@ def test_check_of_a_hugging_face_model():
     assert len(held["losses"]["mesh"]) == 2
 
 
+@pytest.mark.slow_rows("pp=2,dp=2-adamw-2")
 @pytest.mark.parametrize(
     ("mesh", "optimizer", "steps"),
     [("pp=2,dp=2", "adamw", 2), pytest.param("pp=2,tp=2", "sgd", 10, marks=pytest.mark.slow)],
@@ -201,6 +203,7 @@ def test_a_check_that_fails_exits_with_1(models, monkeypatch):
     assert "FAIL" in result.stderr
 
 
+@pytest.mark.slow
 def test_plan_folds_the_twins_of_layers():
     arguments = ("plan", TINY, "--mesh", "dp=2,tp=2", "--plan", "fsdp:dp+hf_tp:tp", "--seq", 16, "--json")
     folded, every = call(*arguments), call(*arguments, "--all")
@@ -264,6 +267,7 @@ def test_debug_shows_the_traceback(models):
     assert "Traceback" in result.output
 
 
+@pytest.mark.slow_rows('plan.toml-plan = "dp:dp"\\n"up.weight" = "[{tp}, {}]"\\n"down" = "rowwise:tp"\\n')
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -415,12 +419,14 @@ def interrupt(models, place, torchrun=0):
     return process.returncode, err
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_last_completed_step(models, tmp_path):
     code, err = interrupt(models, tmp_path / "ckpt")
     assert code == 130, err
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ctrl_c_under_torchrun_saves_on_all_ranks_after_the_same_step(models, tmp_path):
     code, _ = interrupt(models, tmp_path / "ckpt", torchrun=2)

@@ -38,6 +38,7 @@ def compiler(example: Any, loss: Any) -> Any:
     return build
 
 
+@pytest.mark.slow_rows("cnn-fsdp=2,tp=2", "mlp-dp=2,tp=2")
 @pytest.mark.parametrize(("name", "mesh"), ALL)
 def test_mesh_equals_one_device_equals_eager(name: str, mesh: str) -> None:
     _, batch, loss = make(name)
@@ -54,6 +55,7 @@ def test_mesh_equals_one_device_equals_eager(name: str, mesh: str) -> None:
     assert {e.kind for e in report.errors} >= {"loss", "gradient 1", "gradient 3", "parameter", "state"}
 
 
+@pytest.mark.slow_rows("qwen2-tp=4", "bert-tp=4")
 @pytest.mark.parametrize(
     ("name", "mesh"), [("gpt2", "fsdp=2,tp=2"), ("bert", "tp=4"), ("vit", "dp=4"), ("qwen2", "tp=4")]
 )
@@ -62,6 +64,7 @@ def test_one_layer_of_other_models_equals_eager(name: str, mesh: str) -> None:
     assert_equals_eager(model.eval(), [batch, batch], mesh, loss=loss)
 
 
+@pytest.mark.slow_rows("adam")
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_other_optimizers(optimizer: str) -> None:
     _, batch, loss = mlp()

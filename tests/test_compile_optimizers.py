@@ -81,6 +81,19 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_rows(
+    "ASGD-fsdp=2,tp=2-dtype66-1e-12",
+    "Adadelta-fsdp=2,tp=2-dtype30-1e-12",
+    "Adagrad-fsdp=2,tp=2-dtype24-1e-12",
+    "NAdam-fsdp=2,tp=2-dtype42-1e-12",
+    "RAdam-fsdp=2,tp=2-dtype48-1e-12",
+    "RMSprop-fsdp=2,tp=2-dtype54-1e-12",
+    "Rprop-fsdp=2,tp=2-dtype60-1e-12",
+    "Adafactor-fsdp=2,tp=2-dtype18-1e-12",
+    "Adamax-fsdp=2,tp=2-dtype36-1e-12",
+    "Adam-fsdp=2,tp=2-dtype6-1e-12",
+    "Lion-fsdp=2,tp=2-dtype78-1e-12",
+)
 @pytest.mark.parametrize(("kind", "mesh", "dtype", "bound"), CASES)
 def test_five_steps_equal_eager(kind: str, mesh: str, dtype: torch.dtype, bound: float) -> None:
     assert trained_apart(Deep(), lambda model: make(kind, model, 1e-2), mesh, dtype) <= bound
@@ -102,6 +115,7 @@ SWITCHES: dict[str, tuple[Callable[..., torch.optim.Optimizer], str, Sequence[An
 }
 
 
+@pytest.mark.slow_rows("weight decay off")
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_of_an_option_is_captured_anew(switch: str, caplog: pytest.LogCaptureFixture) -> None:
     kind, name, values = SWITCHES[switch]
@@ -152,6 +166,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
+@pytest.mark.slow_rows("make_optimizer1")
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
 def test_every_schedule_of_torch_made_after_compile(make_optimizer: Any) -> None:
     """One after the other on one compiled step: rates, betas and momentum go up and down as in eager PyTorch."""

@@ -77,6 +77,9 @@ SLOW: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
+@pytest.mark.slow_rows(
+    "dp", "fsdp x tp, cast", "buffers", "fsdp, clipped, on a CPU cluster", "pp x fsdp", "microbatches"
+)
 @pytest.mark.parametrize("case", ALL)
 def test_values_are_the_same_to_the_bit(case: str) -> None:
     build, mesh, options = {**CASES, **SLOW}[case]
@@ -98,6 +101,7 @@ def test_values_are_the_same_to_the_bit(case: str) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_and_checkpoints(tmp_path: Path) -> None:
     made = mlp(batch=8)
     plain, ordered = (compiled(made, "fsdp=2", **how, run=mw.RunOptions(keep_gradients=True)) for how in ({}, ONCE))
@@ -190,6 +194,7 @@ def test_simulate_shows_before_and_after(net: str) -> None:
     assert "merged into" in shown
 
 
+@pytest.mark.slow
 def test_explain_finds_the_parts_of_what_was_merged(net: str) -> None:
     """On 8 devices a layer weighs 16 KiB, next to nothing beside a latency: whatever the order, some is merged."""
     explain = ("explain", net, "--mesh", "fsdp=8", "--passes", "carry,overlap")
@@ -199,6 +204,7 @@ def test_explain_finds_the_parts_of_what_was_merged(net: str) -> None:
     assert merged[0] in [row["merged"] for row in named if "merged" in row]
 
 
+@pytest.mark.slow
 def test_run_and_check(net: str) -> None:
     run = ("run", net, "--mesh", "fsdp=2", "--steps", "2")
     costs = ("--profile", "h100")

@@ -74,6 +74,7 @@ def test_optimizers(name: str, options: dict[str, Any]) -> None:
     assert_equals_eager(operator(), DATA, "fsdp=2", make=make(name, **options))
 
 
+@pytest.mark.slow_rows("fsdp=4-options2")
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -135,6 +136,7 @@ def job(pipe: Connection, mesh: str, path: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow_rows("dp=2")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
 def test_processes_and_checkpoints(mesh: str, start: Callable[..., Job], tmp_path: Path) -> None:

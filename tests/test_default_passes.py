@@ -58,6 +58,7 @@ def job_default(pipe: Connection, mesh: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow_rows("tp=2", "dp=2")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", ["dp=2", "tp=2"])
 def test_several_processes_take_what_is_simulated_faster(start: Callable[..., Job], mesh: str) -> None:

@@ -68,6 +68,7 @@ def test_a_script_changes_few_lines(name: str) -> None:
     assert len(added) <= MOST_LINES.get(name, 6), added
 
 
+@pytest.mark.slow_rows("llama-dp=2", "vit-dp=2", "resnet-dp=2")
 @pytest.mark.parametrize(("name", "mesh"), [(name, "dp=2") for name in NAMES])
 def test_a_script_trains_as_its_original(
     name: str, mesh: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

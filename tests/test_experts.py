@@ -41,6 +41,7 @@ ALL = [
 ]
 
 
+@pytest.mark.slow_rows("mixtral-dp=2", "qwen3_moe-ep=2", "gpt_oss-tp=2")
 @pytest.mark.parametrize(("kind", "mesh"), ALL)
 def test_a_family_trains_as_in_eager_pytorch(kind: str, mesh: str) -> None:
     data = [tokens(), tokens(seed=2)]
@@ -55,6 +56,7 @@ CHECKED = [
 ]
 
 
+@pytest.mark.slow_rows("qwen3_moe-dp=2,ep=2")
 @pytest.mark.parametrize(("kind", "mesh"), CHECKED)
 def test_gradients_and_updates_equal_one_device_and_eager_pytorch(kind: str, mesh: str) -> None:
     batch = tokens()
@@ -80,6 +82,7 @@ def compiled(kind: str, mesh: str, **settings: Any) -> mw.TrainStep:
     return mw.compile(model, loss=own_loss, example=tokens(), mesh=mesh, **options)
 
 
+@pytest.mark.slow_rows("gpt_oss-ep=2")
 @pytest.mark.parametrize(
     ("kind", "mesh"), [pytest.param(*p.values, marks=() if p.values in PROVEN else pytest.mark.slow) for p in ALL]
 )
@@ -136,6 +139,7 @@ def biased(model: torch.nn.Module, experts: dict[int, float]) -> torch.nn.Module
     return model
 
 
+@pytest.mark.slow_rows("last", "an empty one")
 @pytest.mark.parametrize("experts", [{0: 9.0}, {3: 9.0}, {2: -9.0}], ids=["all to the first", "last", "an empty one"])
 def test_experts_without_tokens_and_with_all_of_them(experts: dict[int, float]) -> None:
     num_chosen = 1 if 9.0 in experts.values() else 2
@@ -144,6 +148,7 @@ def test_experts_without_tokens_and_with_all_of_them(experts: dict[int, float]) 
     assert_equals_eager(model, [tokens(), tokens(seed=2)], "ep=4", loss=own_loss, plan="ep:ep")
 
 
+@pytest.mark.slow
 def test_experts_that_do_not_divide_evenly() -> None:
     model = mixture("qwen3_moe", num_experts=5, num_hidden_layers=1)
     assert_equals_eager(model, [tokens()], "ep=4", loss=own_loss, plan="ep:ep")

@@ -66,6 +66,7 @@ def trained(mesh: str) -> tuple[mw.TrainStep, float]:
     return step, worst
 
 
+@pytest.mark.slow_rows("dp=2")
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
 def test_frozen_and_unfrozen_as_in_eager_torch(mesh: str, tmp_path: Path) -> None:
     step, worst = trained(mesh)
@@ -102,6 +103,7 @@ def script(mesh: str, path: str, stops: int, is_frozen_at_compile: bool) -> list
 FIRST_SCHEDULE: dict[int, Callable[[Tuned], Any]] = {0: lambda model: model.backbone.requires_grad_(False), **SCHEDULE}
 
 
+@pytest.mark.slow_rows("1-False", "3-False", "3-True", "5-False", "5-True", "7-True")
 @pytest.mark.parametrize("is_frozen_at_compile", [True, False])
 @pytest.mark.parametrize("stops", [1, 3, 5, 7])
 def test_a_run_with_frozen_parameters_resumes_as_it_would_have_gone_on(
@@ -129,6 +131,7 @@ def job(pipe: Connection, mesh: str) -> dict[str, Any]:
     return {"worst": worst, "text": "none"}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_on_a_cluster_all_ranks_freeze(start: Callable[..., Job]) -> None:
     for outcome in start(f"{__name__}:job", 2, "fsdp=2").finish(90):

@@ -33,6 +33,7 @@ def imported(statement: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
+@pytest.mark.slow_rows("from meshweave.cli import app")
 @pytest.mark.parametrize("statement", ["import meshweave", "from meshweave.cli import app"])
 def test_importing_brings_in_nothing_heavy(statement: str) -> None:
     found = imported(statement)

@@ -83,6 +83,7 @@ def assert_states(ours: list[Optimizer], theirs: list[Optimizer]) -> None:
         assert_tensors(*({k: torch.as_tensor(v, dtype=torch.float64) for k, v in each.items()} for each in flat))
 
 
+@pytest.mark.slow_rows("dp=2", "fsdp=2")
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "fsdp=2,tp=2"])
 def test_muon_and_adamw_train_as_in_eager_torch(mesh: str, tmp_path: Path) -> None:
     step, ours, eager = pair(mesh, clip=0.05)
@@ -131,6 +132,7 @@ def job(pipe: Connection, mesh: str) -> dict[str, Any]:
     return {"worst": max(abs(a / b - 1) for a, b in losses)}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_on_a_cluster(start: Callable[..., Job]) -> None:
     for outcome in start(f"{__name__}:job", 2, "fsdp=2").finish(60):

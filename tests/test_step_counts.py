@@ -93,6 +93,7 @@ def test_a_branch_that_is_taken_later(name: str) -> None:
         pair.check()
 
 
+@pytest.mark.slow_rows("nadam-dp=2", "rmsprop-dp=2", "adagrad-dp=2")
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_losses_in_turns(name: str, mesh: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -96,6 +96,7 @@ def assert_alike(step: mw.TrainStep, eager: Eager) -> None:
 MESHES = ["", "fsdp=2,tp=2"]
 
 
+@pytest.mark.slow_rows("")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_loop_with_a_short_last_batch_and_evaluation_is_eager_pytorchs(mesh: str) -> None:
     step, eager = pair(mesh)
@@ -112,6 +113,7 @@ def test_a_loop_with_a_short_last_batch_and_evaluation_is_eager_pytorchs(mesh: s
     assert_alike(step, eager)
 
 
+@pytest.mark.slow_rows("")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_buckets_of_lengths_share_one_state(mesh: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="meshweave"):
@@ -127,6 +129,7 @@ def test_buckets_of_lengths_share_one_state(mesh: str, caplog: pytest.LogCapture
     assert_alike(step, eager)
 
 
+@pytest.mark.slow_rows("")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_microbatches_are_an_argument_of_a_call(mesh: str) -> None:
     step, eager = pair(mesh)
@@ -144,6 +147,7 @@ def norm_in_eval(model: nn.Module, i: int) -> None:
     model.norm.train(i != 1)
 
 
+@pytest.mark.slow_rows("eval_mode-", "norm_in_eval-")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("change", [eval_mode, norm_in_eval], ids=lambda f: f.__name__)
 def test_modes_of_modules_are_as_they_are_at_the_call(change: Callable[..., None], mesh: str) -> None:

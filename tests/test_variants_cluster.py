@@ -44,6 +44,7 @@ def job_shapes(pipe: Connection, mesh: str, rows: str) -> dict[str, Any]:
     return {"programs": len(step.variants.all)}
 
 
+@pytest.mark.slow_rows("fsdp=2-all")
 @pytest.mark.parametrize(("mesh", "rows"), [("fsdp=2", "all"), ("dp=2", "own")])
 def test_short_batches_and_evaluation_share_one_state(start: Callable[..., Job], mesh: str, rows: str) -> None:
     for outcome in start("tests.test_variants_cluster:job_shapes", 2, mesh, rows).finish(200):

@@ -333,6 +333,7 @@ class Observer(Grower):
         self.known += flight.hidden
 
 
+@pytest.mark.slow_rows("1", "2")
 @pytest.mark.parametrize("part", range(3))
 def test_a_sample_of_graphs_that_see_storages(part: int) -> None:
     found = [check(seed, Observer) for seed in range(part, SAMPLE, 3)]

@@ -145,6 +145,7 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
     return {"origins": [*origins, chosen.origin], "heard": heard, "again": again, "costs": str(chosen.costs)}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_job_measures_once_and_again_where_what_is_kept_is_not_to_be_used(
     start: Callable[..., Job],

@@ -367,6 +367,7 @@ def app() -> typer.Typer:
     return made
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "QUICK", TINY)
     output = tmp_path / "machine.toml"

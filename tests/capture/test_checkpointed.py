@@ -239,6 +239,7 @@ def test_checkpoints_repeat_under_casts(options: dict[str, Any]) -> None:
     assert_tensors(found.gradients(), expected.gradients(), 1e-6)
 
 
+@pytest.mark.slow_rows("gpt2-tp=2")
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [("gpt2", "tp=2")] + [pytest.param(k, "dp=2,tp=2", marks=pytest.mark.slow) for k in ("llama", "gpt2", "bert")],

@@ -104,6 +104,19 @@ def compared(optimizer: torch.optim.Optimizer, model: nn.Module, num_steps: int)
 TRACED = [kind for kind in SETTINGS if kind != "Adafactor"]
 
 
+@pytest.mark.slow_rows(
+    "torch.float32-2e-06-ASGD",
+    "torch.float32-2e-06-Adadelta",
+    "torch.float32-2e-06-Adagrad",
+    "torch.float32-2e-06-AdamW",
+    "torch.float32-2e-06-Adamax",
+    "torch.float32-2e-06-Lion",
+    "torch.float32-2e-06-Muon",
+    "torch.float32-2e-06-NAdam",
+    "torch.float32-2e-06-RAdam",
+    "torch.float32-2e-06-RMSprop",
+    "torch.float32-2e-06-Rprop",
+)
 @pytest.mark.parametrize("kind", TRACED)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=str)
 def test_update_equals_torch(kind: str, dtype: torch.dtype, bound: float) -> None:

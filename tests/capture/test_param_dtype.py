@@ -45,6 +45,7 @@ def eager(model: nn.Module, data: list[Any], loss: Any, make: Any) -> tuple[dict
 ROUNDED, ROUNDED_GRADIENT = 2**-9, 2**-5
 
 
+@pytest.mark.slow_rows("llama-2e-06-0.0001")
 @pytest.mark.parametrize(
     ("kind", "of_loss", "of_parameter"),
     [("llama", 2e-6, 1e-4), pytest.param("gpt2", ROUNDED, ROUNDED_GRADIENT, marks=pytest.mark.slow)],
@@ -179,6 +180,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FACTORY)
     model = f"{tmp_path}/net.py:make"

@@ -373,6 +373,7 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
 
 
+@pytest.mark.slow_rows("gpt2-")
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
@@ -395,6 +396,7 @@ def test_the_bits_are_those_without_recomputation(kind: str, mesh: str) -> None:
         assert bool(drawn) == (kind == "gpt2")
 
 
+@pytest.mark.slow
 def test_with_clipping_accumulation_and_autocast() -> None:
     options: dict[str, Any] = {
         "clip_grad_norm": 0.5,
@@ -406,6 +408,7 @@ def test_with_clipping_accumulation_and_autocast() -> None:
     assert_same_bits(run("llama", "", "selective", **options)[1], expected)
 
 
+@pytest.mark.slow
 def test_stages_make_again_where_they_ran() -> None:
     _, expected = run("llama", "pp=2", "none", plan=mw.Plan.stages("pp"))
     step, found = run("llama", "pp=2", "full", plan=mw.Plan.stages("pp"))
@@ -539,6 +542,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it(tmp_path: Path) -> None:
     (tmp_path / "layers.py").write_text(FACTORY)
     model = f"{tmp_path}/layers.py:make"

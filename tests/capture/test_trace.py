@@ -710,6 +710,7 @@ def test_a_gradient_that_the_model_takes_itself_belongs_to_its_forward_pass(mesh
     assert all(n.meta["origin"].phase in ("backward", "update") for n in nodes[first:])
 
 
+@pytest.mark.slow_rows("<lambda>0-dp=3", "<lambda>1-dp=3", "<lambda>2-dp=3", "<lambda>1-", "<lambda>2-")
 @pytest.mark.parametrize("mesh", ["", "dp=3", "tp=2"])
 @pytest.mark.parametrize(
     "norm",

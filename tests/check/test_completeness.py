@@ -136,6 +136,7 @@ def test_the_twins_of_repeated_layers_are_proven_once() -> None:
     assert reports[0].num_twins < reports[1].num_twins
 
 
+@pytest.mark.slow_rows("4", "5", "6", "7")
 @pytest.mark.parametrize("part", range(8))
 def test_every_rule_runs_as_its_local_call_must_be(part: int) -> None:
     """No false alarm over the whole rule table, for even, uneven and empty pieces on one axis and on two."""

@@ -134,6 +134,7 @@ def num_harmful(tally: Counter[tuple[str, str]]) -> int:
     return sum(n for (verdict, what), n in tally.items() if verdict == "caught" and not what.endswith("same"))
 
 
+@pytest.mark.slow_rows("pp=2,tp=2")
 @pytest.mark.parametrize("mesh", ["fsdp=3,tp=2", pytest.param("dp=3", marks=pytest.mark.slow), "pp=2,tp=2"])
 def test_broken_programs_are_caught(mesh: str) -> None:
     tally = judge(case("mlp", mesh), 27, seed=1)

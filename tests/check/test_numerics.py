@@ -181,6 +181,7 @@ def test_nan_missing_and_misshapen_tensors_fail():
     assert len(problems) == 3
 
 
+@pytest.mark.slow
 def test_accumulation_and_clipping_are_compared_too():
     def step_of(model, optimizer, mesh, plan):
         return mw.compile(

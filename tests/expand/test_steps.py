@@ -29,6 +29,22 @@ OPS = {torch.float32: ["sum", "max"], torch.int64: ["sum", "min", "max"], torch.
 MANY = 200  # of so many steps of one kind and shape each dtype takes a third
 
 
+@pytest.mark.slow_rows(
+    "all_gather-2x2x2-torch.bool-a fifth",
+    "all_gather-2x2x2-torch.int64-a fifth",
+    "all_reduce-2x2x2-torch.bool-a fifth",
+    "all_reduce-2x2x2-torch.int64-a fifth",
+    "all_to_all-2x2x2-torch.bool-a fifth",
+    "all_to_all-2x2x2-torch.int64-a fifth",
+    "permute-2x2x2-torch.bool-a fifth",
+    "permute-2x2x2-torch.int64-a fifth",
+    "reduce_scatter-2x2x2-torch.bool-a fifth",
+    "reduce_scatter-2x2x2-torch.int64-a fifth",
+    "slice-2x2x2-torch.bool-a fifth",
+    "slice-2x2x2-torch.int64-a fifth",
+    "to_partial-2x2x2-torch.bool-a fifth",
+    "to_partial-2x2x2-torch.int64-a fifth",
+)
 @pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["a fifth", "all"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mesh", MESHES)

@@ -149,6 +149,7 @@ def fault(seed: int) -> str:
         return "\n".join(differences(program, got, masks))
 
 
+@pytest.mark.slow_rows("18", "19", "20", "99")
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_a_program_as_users_write_it_trains_as_in_eager_pytorch(seed: int) -> None:
     assert not fault(seed)

@@ -40,6 +40,7 @@ def check(seed: int) -> None:
     assert error < 1e-9, f"seed {seed}: {shape} on {mesh} with {plan}: {error}"
 
 
+@pytest.mark.slow_rows("3", "4", "5", "2")
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients_are_exact(seed: int) -> None:
     check(seed)

@@ -148,6 +148,7 @@ def keys(role: RankGraph) -> list[str]:
 # running
 
 
+@pytest.mark.slow_rows("fsdp x tp, cast")
 @pytest.mark.parametrize("case", ALL)
 def test_values_are_the_same_to_the_bit(case: str) -> None:
     plain, ahead = trainee(case, None), trainee(case, 2)
@@ -322,6 +323,7 @@ def job_train(pipe: Any, carry: str) -> dict[str, Any]:
     return {"losses": losses, "failed": failed, "parameters": parameters, "num": len(keys(step.program.rank))}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_carry_as_one_does(start: Callable[..., Job]) -> None:
     outcomes = start("tests.gathers.test_carry:job_train", 2, "2").finish(240)
@@ -340,6 +342,7 @@ def llama(carry: int, mesh: str = "fsdp=4") -> Program:
     return built(LLAMA(layers=1), mesh, carry, clip_grad_norm=1.0, bucket=True)
 
 
+@pytest.mark.slow
 def test_what_the_first_blocks_need_is_gathered_in_the_update() -> None:
     (role,) = llama(2).roles
     parts = [[task.node for task in part] for part in compile_tasks(role, torch.device("cpu")).tasks]
@@ -531,6 +534,7 @@ def wide_llama(batch: int, seq: int = 1024) -> Made:
     return model, {"input_ids": ids, "labels": ids}, lambda out, _: out.loss
 
 
+@pytest.mark.slow_rows("1")
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_step_is_faster_with_it(accumulate: int) -> None:
     made = wide_llama(8 * accumulate)
@@ -583,6 +587,7 @@ def test_caps() -> None:
     assert report.peak_bytes <= report.cap_bytes == least
 
 
+@pytest.mark.slow
 def test_equal_inputs_give_equal_graphs() -> None:
     case = "fsdp x tp, cast"
     _, mesh, options = CASES[case]

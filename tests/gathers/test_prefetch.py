@@ -68,6 +68,7 @@ def test_each_layer_is_gathered_while_the_one_before_computes() -> None:
     assert two["3"] > one["3"] > without["3"]
 
 
+@pytest.mark.slow_rows("fsdp=4-distances0")
 @pytest.mark.parametrize(
     ("mesh", "distances"),
     [

@@ -103,6 +103,7 @@ def partial_sources(mesh: Mesh) -> list[Layout]:
     return [layout for layout in all_layouts(mesh, 2) if layout.partial]
 
 
+@pytest.mark.slow_rows("a=3,b=2,c=3-250-0.0-sound", "a=3,b=2,c=3-250-1e-05-strict")
 @pytest.mark.parametrize("order", ["sound", "strict"])
 @pytest.mark.parametrize("alpha", [0.0, 10e-6])
 @pytest.mark.parametrize(("spec", "count"), [("a=3,b=3", None), ("a=3,b=2,c=3", 250)])

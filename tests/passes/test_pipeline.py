@@ -63,6 +63,7 @@ def plain() -> list[float]:
     return [float(step(batch(i))) for i in range(3)]
 
 
+@pytest.mark.slow_rows("accumulated")
 @pytest.mark.parametrize(
     "how",
     [
@@ -87,6 +88,7 @@ def test_training_is_the_same(how: dict[str, Any], plain: list[float]) -> None:
         assert any(node.target is permute for node in program.roles[0].graph.nodes)
 
 
+@pytest.mark.slow
 def test_what_does_not_gain_is_left() -> None:
     """Of all ways to write the program the fastest simulated one is taken; the report says what the others take."""
     step = compiled(1, passes="split,decompose,carry=0,overlap", profile="h100")

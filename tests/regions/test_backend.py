@@ -87,6 +87,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_rows("mlp--options0")
 @pytest.mark.parametrize(("name", "mesh", "options"), CASES)
 def test_compiled_regions_train_as_ops_do(name: str, mesh: str, options: dict[str, Any]) -> None:
     eager, expected = trained(name, "eager", mesh, **options)

@@ -73,6 +73,7 @@ def test_a_region_gives_out_no_view_and_only_what_is_read() -> None:
         assert read.issuperset(region.outputs)
 
 
+@pytest.mark.slow
 def test_the_regions_of_twin_layers_are_one_function() -> None:
     keys = []
     for layers in (3, 5):

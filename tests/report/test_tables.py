@@ -13,6 +13,7 @@ import meshweave as mw
 from meshweave.report.tables import bytes_text, moves_table
 
 
+@pytest.mark.slow_rows("200", "120")
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_a_plan_loses_no_character_on_a_narrow_terminal(width: int) -> None:
     model, batch, loss = hugging_face("llama", batch=4, heads=4)

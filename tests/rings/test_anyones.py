@@ -331,6 +331,7 @@ def groups_in(gm: fx.GraphModule) -> set[str]:
     return {str(node.args[-1]) for node in gm.graph.nodes if node.target in STARTS}
 
 
+@pytest.mark.slow_rows("2-1-True")
 @pytest.mark.parametrize(("n", "sequence_dim", "bias"), [(2, 1, True), (3, 1, False), (4, 0, True)])
 def test_a_block_of_dtensor_forward_and_backward(n: int, sequence_dim: int, bias: bool) -> None:
     forward, backward = traced(n, sequence_dim, bias)

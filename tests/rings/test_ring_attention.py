@@ -23,6 +23,7 @@ def permutes(step: mw.TrainStep, phase: str) -> int:
     return sum(n.target is permute and origin_of(n).phase == phase for n in nodes)
 
 
+@pytest.mark.slow_rows("bool", "none")
 @pytest.mark.parametrize("mask", ["causal", "none", "bool", "float", "documents"])
 def test_gradients_are_exact_under_every_mask(mask: str) -> None:
     """Pieces of other documents are hidden from some queries, from all, or from none."""
@@ -31,6 +32,7 @@ def test_gradients_are_exact_under_every_mask(mask: str) -> None:
     assert (permutes(step, "forward"), permutes(step, "backward")) == (3, 6)
 
 
+@pytest.mark.slow_rows("dp=2,cp=2")
 @pytest.mark.parametrize("mesh", ["cp=2,tp=2", "dp=2,cp=2", "fsdp=2,cp=2"])
 def test_beside_other_axes(mesh: str) -> None:
     others = {"tp": "auto_tp:tp", "dp": "dp:dp", "fsdp": "fsdp:fsdp"}
@@ -40,6 +42,7 @@ def test_beside_other_axes(mesh: str) -> None:
     assert permutes(step, "forward") == 1
 
 
+@pytest.mark.slow_rows("gpt2")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_models_of_hugging_face(name: str) -> None:
     assert difference(named(name), "cp=4", torch.float32, plan="cp:cp:ring")[0] < 1e-5
@@ -95,6 +98,7 @@ def simulated_peak(attention: str, num_devices: int) -> float:
     return mw.simulate(step.program, "h100").peak_bytes
 
 
+@pytest.mark.slow
 def test_memory_falls_with_the_number_of_devices() -> None:
     """As one over it, where gathered keys stay."""
     ring, gather = ([simulated_peak(attention, n) for n in (4, 8)] for attention in ("ring", "gather"))

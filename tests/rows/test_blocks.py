@@ -163,6 +163,7 @@ def _with_experts(model: Coupled, x: Tensor, chosen: Tensor) -> Tensor:
     return back(model.experts(x[order // TOP], ends_of(experts)), order, x)
 
 
+@pytest.mark.slow_rows("small_integers")
 @pytest.mark.parametrize("how", [statistics, sorts_of_rows, rounded, small_integers], ids=lambda how: how.__name__)
 def test_counts_and_sorts_of_other_values(how: Rows) -> None:
     data = batches(2, 256 if how is rounded else 16)

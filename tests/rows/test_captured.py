@@ -41,6 +41,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_rows("added rows2")
 @pytest.mark.parametrize(("settings", "mesh", "count"), CASES)
 def test_chunks_equal_the_whole_step_in_float64(settings: dict[str, Any], mesh: str, count: int) -> None:
     data = batches(3)
@@ -66,6 +67,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow_rows("mixtral-False")
 @pytest.mark.parametrize(("kind", "is_padded"), KINDS)
 def test_mixtures_train_as_on_one_device(kind: str, is_padded: bool) -> None:
     """Their auxiliary losses take the rows of all chunks together; that of a padded batch reshapes an expanded mask."""

@@ -244,6 +244,7 @@ def test_chunks_hide_communication() -> None:
     assert min(seconds(split_batch(gm, count)[0]) for count in (2, 4)) < 0.9 * seconds(gm)
 
 
+@pytest.mark.slow
 def test_gradients_in_half_precision_are_as_good_as_whole_ones() -> None:
     """Errors of all gradients in bfloat16 against float64, whole and in chunks, by either way to add."""
     model = Model(seq=16)

@@ -123,6 +123,15 @@ MODES = [("", "whole"), ("dp=2", "auto"), ("fsdp=2", "whole"), ("fsdp=2", "shard
          ("pp=2,fsdp=2", "shards")]  # fmt: skip
 
 
+@pytest.mark.slow_rows(
+    "-whole-2",
+    "dp=2,fsdp=2-shards-2",
+    "dp=2-auto-2",
+    "fsdp=2-shards-2",
+    "fsdp=2-whole-2",
+    "pp=2,dp=2-whole-2",
+    "dp=2,fsdp=2-whole-2",
+)
 @pytest.mark.parametrize("accumulate", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mesh", "where"), MODES)
 def test_it_equals_eager_pytorch(mesh: str, where: str, accumulate: int) -> None:
@@ -174,6 +183,7 @@ def test_a_parameter_of_one_element_in_shards(mesh: str) -> None:
     assert_tensors(parameters, alone)
 
 
+@pytest.mark.slow_rows("dp=2")
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2,dp=2"])
 def test_a_tied_weight_is_counted_once_for_each_use(mesh: str) -> None:
     data = batches(2, (8, 16), (8, 16))
@@ -184,6 +194,7 @@ def test_a_tied_weight_is_counted_once_for_each_use(mesh: str) -> None:
     assert_tensors(step.parameters(), {n: p.detach() for n, p in model.named_parameters()})
 
 
+@pytest.mark.slow_rows("dp=2", "fsdp=2", "dp=2,fsdp=2")
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "dp=2,fsdp=2"])
 def test_gradients_are_reduced_once_whatever_the_number_of_microbatches(mesh: str) -> None:
     (batch,) = batches(1, (16, 16), (16, 16))
@@ -207,6 +218,7 @@ def test_shards_are_reduced_in_every_microbatch_and_replicas_of_them_once() -> N
     assert reductions(both, ("reduce",)) == number  # over dp
 
 
+@pytest.mark.slow
 def test_the_choice_follows_memory_and_says_so() -> None:
     free = compiled("fsdp=4", 2, profile="h100", run=mw.RunOptions(keep_gradients=False)).program
     assert "whole" in free.accumulation

@@ -183,6 +183,18 @@ ROWS += [
 ]
 
 
+@pytest.mark.slow_rows(
+    "average-",
+    "evaluate_the_average-",
+    "nothing-",
+    "keep_the_average-",
+    "write_in_place-",
+    "assign_data-",
+    "assign_a_buffer-",
+    "average_by_torch-",
+    "evaluate-",
+    "start_a_layer_again-",
+)
 @pytest.mark.parametrize(("between", "mesh"), ROWS, ids=lambda v: getattr(v, "__name__", v))
 def test_a_script_sees_and_changes_the_weights_as_in_eager_pytorch(between: Callable[..., None], mesh: str) -> None:
     ours, eager = pair(mesh)

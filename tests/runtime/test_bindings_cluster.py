@@ -110,6 +110,7 @@ def job_script(pipe: Connection, mesh: str) -> dict[str, Any]:
     return {"dtensors": {type(p) is not nn.Parameter for p in model.parameters()}, "shared": shared}
 
 
+@pytest.mark.slow_rows("dp=2-2", "fsdp=2,tp=2-4")
 @pytest.mark.parametrize(("mesh", "num_ranks"), [("dp=2", 2), ("fsdp=2", 2), ("fsdp=2,tp=2", 4)])
 def test_scripts_for_fsdp2_see_and_change_the_weights(start: Callable[..., Job], mesh: str, num_ranks: int) -> None:
     outcomes = start("tests.runtime.test_bindings_cluster:job_script", num_ranks, mesh).finish(240)
@@ -156,6 +157,7 @@ def job_scalars(pipe: Connection, mesh: str) -> dict[str, Any]:
     return {"losses": losses}
 
 
+@pytest.mark.slow_rows("pp=2")
 @pytest.mark.parametrize("mesh", ["pp=2", "fsdp=2"])
 def test_parameters_without_dims_that_other_ranks_have(start: Callable[..., Job], mesh: str) -> None:
     first, second = start("tests.runtime.test_bindings_cluster:job_scalars", 2, mesh).finish(240)

@@ -139,6 +139,7 @@ def job(pipe: Connection, name: str, debug: str = "") -> dict[str, Any]:
     return {"text": "none"}
 
 
+@pytest.mark.slow_rows("eval, compiled", "parameters", "size", "skip")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_calls_that_ranks_do_not_share_are_named_on_every_rank(start: Callable[..., Job], name: str) -> None:
@@ -173,6 +174,7 @@ for i in range(40):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_exception_in_the_script_of_one_rank_is_shown_by_the_others(tmp_path: Path) -> None:
     script, port, began = tmp_path / "train.py", free_port(), time.monotonic()

@@ -243,6 +243,7 @@ def test_transfers_bring_every_rank_its_piece(start: Callable[..., Job], num_ran
     assert start(f"{__name__}:job_transfers", num_ranks).finish(240) == [{"cases": count, "open": 0}] * num_ranks
 
 
+@pytest.mark.slow_rows("4")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_steps_over_several_axes_give_what_virtual_devices_give(start: Callable[..., Job], num_ranks: int) -> None:
     first, *others = start(f"{__name__}:job_steps", num_ranks).finish(240)
@@ -420,6 +421,7 @@ def job_mesh(pipe: Connection, spec: str, devices: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.slow_rows("0")
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_rank_that_raises_is_named_on_every_rank(start: Callable[..., Job], at: int) -> None:
     outcomes = start(f"{__name__}:job_raise", 2, str(at)).finish(SECONDS_TO_END + 10)

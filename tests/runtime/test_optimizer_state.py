@@ -69,6 +69,7 @@ def test_a_state_dict_is_pytorchs_own(make: str, mesh: str) -> None:
     assert_tensors(flat(found), flat(expected), 1e-4)
 
 
+@pytest.mark.slow_rows("adamw-", "sgd-fsdp=2,tp=2", "sgd-")
 @pytest.mark.parametrize(("make", "mesh"), CASES)
 def test_a_checkpoint_of_either_is_resumed_by_the_other(make: str, mesh: str, tmp_path: Path) -> None:
     ours, eager = pair(make, mesh)
@@ -125,6 +126,7 @@ def test_one_device_holds_the_state_once() -> None:
     assert ours.optimizer.state[param]["exp_avg"].data_ptr() == piece.data_ptr()
 
 
+@pytest.mark.slow_rows("")
 @pytest.mark.parametrize("mesh", ["", "fsdp=2"])
 def test_two_steps_of_one_optimizer_share_its_state(mesh: str) -> None:
     ours, eager = pair("adamw", mesh)

@@ -51,6 +51,7 @@ def in_parts(step: mw.TrainStep, batch: dict[str, Tensor], accumulate: int = 1) 
     return sum(losses) / len(losses)
 
 
+@pytest.mark.slow_rows("-1", "dp=2-1", "dp=2-3", "fsdp=2,tp=2-1", "pp=2,dp=2-1")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_parts_are_the_whole_to_the_bit(mesh: str, accumulate: int) -> None:

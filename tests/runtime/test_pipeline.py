@@ -92,6 +92,7 @@ BOTH = [
 ]
 
 
+@pytest.mark.slow_rows("pp=2,tp=2-adamw")
 @pytest.mark.parametrize(("mesh", "name"), BOTH)
 def test_stages_alone_and_with_other_axes(mesh: str, name: str) -> None:
     make: Any = OPTIMIZERS[name]
@@ -200,6 +201,7 @@ def test_a_checkpoint_of_stages_goes_on_anywhere_and_back(tmp_path: Path) -> Non
     torch.testing.assert_close(losses, expected[:3], rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow_rows("0-backward", "3-backward", "3-loss")
 @pytest.mark.parametrize("phase", ["forward", "loss", "backward"])
 @pytest.mark.parametrize("index", [0, 3])
 def test_a_device_that_fails_in_a_step_leaves_the_state_of_the_last_one(index: int, phase: str) -> None:

@@ -245,6 +245,7 @@ def job_async_save(pipe: Connection, folder: str) -> dict[str, Any]:
     return {"losses": losses}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes(start: Callable[..., Job], tmp_path: Path) -> None:
     first, second = start(f"{__name__}:job_async_save", 2, str(tmp_path)).finish(240)
@@ -283,6 +284,7 @@ step.async_save(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_script_of_two_processes_that_ends_finishes_it(tmp_path: Path) -> None:
     port, path = free_port(), tmp_path / "ck"

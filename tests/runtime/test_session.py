@@ -140,6 +140,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 # values that are let go
 
 
+@pytest.mark.slow_rows("tp=2-1")
 @pytest.mark.parametrize(("mesh", "accumulate"), [("", 1), ("dp=2", 2), ("fsdp=2", 1), ("tp=2", 1), ("fsdp=2,tp=2", 2)])
 def test_a_value_is_let_go_after_its_last_use(mesh: str, accumulate: int) -> None:
     step, data = compiled(mesh, accumulate=accumulate)
@@ -163,6 +164,7 @@ def test_gradients_are_let_go_unless_they_are_kept() -> None:
     assert error.value.hint == "compile with run=mw.RunOptions(keep_gradients=True)"
 
 
+@pytest.mark.slow_rows("options0", "options1")
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate": 2, "run": mw.RunOptions(keep_gradients=True), "clip_grad_norm": 1.0}]
 )
@@ -189,6 +191,7 @@ def test_a_hundred_steps_hold_no_more_than_five(options: dict[str, Any]) -> None
 # state in bytes
 
 
+@pytest.mark.slow_rows("fsdp=4")
 @pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tp=2"])
 def test_fsdp_holds_its_share_and_at_most_two_gathered_layers(mesh: str) -> None:
     width, depth = 32, 6

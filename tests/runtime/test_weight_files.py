@@ -80,6 +80,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return whole
 
 
+@pytest.mark.slow_rows("dp=2-False", "dp=2-True", "fsdp=2,tp=2-False")
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("mesh", ["fsdp=2,tp=2", "dp=2"])
 def test_a_model_on_the_meta_device_begins_with_them(
@@ -205,6 +206,7 @@ print(peak >> 20, sum(piece.nbytes for piece in held) >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_process_has_its_pieces_alone_in_memory(tmp_path: Path) -> None:
     index: dict[str, str] = {}
@@ -224,6 +226,7 @@ def job(pipe: Connection, folder: str) -> dict[str, Any]:
     return {"losses": losses}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes(start: Callable[..., Job], tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "hf", max_shard_size="20KB")

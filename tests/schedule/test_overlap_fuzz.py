@@ -480,6 +480,7 @@ def match(queues: Sequence[Sequence[tuple[str, str]]]) -> None:
             heads[rank] += 1
 
 
+@pytest.mark.slow_rows("1", "2")
 @pytest.mark.parametrize("part", range(3))
 def test_a_sample_of_random_graphs(part: int) -> None:
     """48 graphs. The sample holds merges and graphs made faster, so that it tests something."""

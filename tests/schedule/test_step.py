@@ -84,6 +84,7 @@ def test_roles_are_faster_and_proven(mesh: str) -> None:
         assert reports[0].seconds == pytest.approx(new.seconds, rel=0.1)
 
 
+@pytest.mark.slow
 def test_what_a_role_does_stays_and_its_input_too() -> None:
     (before,), ((after,), _) = program().roles, scheduled()
     assert starts(before) != starts(after)
@@ -108,6 +109,7 @@ def test_parts_of_the_step_stay_in_order() -> None:
     assert len(parts[2]) >= len(updates) > 100
 
 
+@pytest.mark.slow
 def test_with_several_microbatches_nothing_is_under_way_when_the_next_begins() -> None:
     (role,), _ = scheduled("fsdp=4", accumulate=2)
     parts = [{task.node for task in part} for part in compile_tasks(role, torch.device("cpu")).tasks]
@@ -118,6 +120,7 @@ def test_with_several_microbatches_nothing_is_under_way_when_the_next_begins() -
     assert all(wait not in parts[2] for n in every for wait in n.users)
 
 
+@pytest.mark.slow
 def test_roles_keep_the_order_of_what_they_meet_in() -> None:
     before, (after, _) = program("pp=2,fsdp=2").roles, scheduled("pp=2,fsdp=2")
 
@@ -207,6 +210,7 @@ class Live:
         self.bytes -= storage.nbytes() if not self.count[storage.data_ptr()] else 0
 
 
+@pytest.mark.slow_rows("0", "2")
 @pytest.mark.parametrize("carry", [0, 2])
 def test_the_cap_holds_when_the_step_runs(carry: int) -> None:
     """What a device holds is never more than the report says, and not much less."""
@@ -244,6 +248,7 @@ def test_a_tight_cap_is_kept() -> None:
     assert tight.seconds < roomy.seconds_before
 
 
+@pytest.mark.slow
 def test_equal_inputs_give_equal_orders() -> None:
     role = program().rank
     before = role.text()

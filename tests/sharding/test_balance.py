@@ -27,6 +27,19 @@ def plan_of(mesh: str, context: str) -> str:
     return "+".join(_OTHERS.get(axis, f"cp:{axis}:{context}") for axis in mw.Mesh.parse(mesh).axis_names)
 
 
+@pytest.mark.slow_rows(
+    "cp=2,tp=2-gather",
+    "cp=2,tp=2-heads",
+    "cp=4-gather",
+    "cp=4-heads",
+    "dp=2,cp=2-gather",
+    "dp=2,cp=2-heads",
+    "dp=2,cp=2-ring",
+    "fsdp=2,cp=2-gather",
+    "fsdp=2,cp=2-heads",
+    "fsdp=2,cp=2-ring",
+    "cp=2,tp=2-ring",
+)
 @pytest.mark.parametrize("way", ["gather", "ring", "heads"])
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "cp=2,tp=2", "dp=2,cp=2", "fsdp=2,cp=2"])
 def test_gradients_are_exact(mesh: str, way: str) -> None:
@@ -37,6 +50,9 @@ def test_gradients_are_exact(mesh: str, way: str) -> None:
     check_complete(step.program.placed, step.program.expanded)
 
 
+@pytest.mark.slow_rows(
+    "cp=2,tp=2-gather", "cp=2-ring", "cp=4-gather", "cp=4-ring", "fsdp=2,cp=2-gather", "fsdp=2,cp=2-ring"
+)
 @pytest.mark.parametrize("way", ["gather", "ring"])
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=4", "cp=2,tp=2", "fsdp=2,cp=2"])
 def test_llama_has_it_by_default(mesh: str, way: str) -> None:
@@ -54,6 +70,7 @@ def is_gather(move: fx.Node) -> bool:
     return "cp" in source.sharded_axes and "cp" not in target.sharded_axes and len(target.dims) > 2
 
 
+@pytest.mark.slow_rows("bool-gather", "documents-gather", "float-gather", "float-ring", "none-gather")
 @pytest.mark.parametrize("way", ["gather", "ring"])
 @pytest.mark.parametrize("mask", ["none", "bool", "float", "documents"])
 def test_masks_go_by_positions(mask: str, way: str) -> None:
@@ -171,6 +188,7 @@ def attention_flops(context: str, num_devices: int, tokens: int = 2048) -> float
     return num_devices * sum(span.flops for span in spans)
 
 
+@pytest.mark.slow_rows("gather")
 @pytest.mark.parametrize("way", ["gather", "ring"])
 def test_simulated_devices_have_equal_work(way: str) -> None:
     whole = attention_flops("", 1)

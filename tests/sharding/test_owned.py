@@ -124,6 +124,27 @@ def _dropped_rows_are_filled(m: Experts, rows: Tensor, r: Routed) -> Tensor:
 DROPPING = (_dropped_rows_pass, _dropped_rows_are_filled)
 
 
+@pytest.mark.slow_rows(
+    "_attention_over_features-1000-ep=2",
+    "_attention_over_features-1000-ep=4",
+    "_dropped_rows_are_filled-5-ep=2",
+    "_dropped_rows_are_filled-5-ep=4",
+    "_ends_computed_twice-1000-ep=2",
+    "_ends_computed_twice-1000-ep=4",
+    "_experts_on_every_device-1000-ep=2",
+    "_experts_on_every_device-1000-ep=4",
+    "_sorted_rows-1000-ep=2",
+    "_sorted_rows-1000-ep=4",
+    "_sums_over_rows-1000-ep=2",
+    "_sums_over_rows-1000-ep=4",
+    "_to_and_fro-1000-ep=2",
+    "_to_and_fro-1000-ep=4",
+    "_views-1000-ep=2",
+    "_views-1000-ep=4",
+    "_dropped_rows_pass-5-ep=2",
+    "_dropped_rows_pass-5-ep=4",
+    "_plain-1000-ep=2",
+)
 @pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2", "ep=4"])
 @pytest.mark.parametrize(("body", "capacity"), [*((body, 1000) for body in BODIES), *((body, 5) for body in DROPPING)])
 def test_devices_equal_one_device(body: Body, capacity: int, mesh: str) -> None:

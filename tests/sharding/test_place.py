@@ -142,6 +142,7 @@ def test_heads_that_do_not_divide_are_cut_between_heads(heads: int, key_heads: i
     assert_trains_alike(step, model)
 
 
+@pytest.mark.slow_rows("dp=2,tp=2", "fsdp=2,tp=2")
 @pytest.mark.parametrize("mesh", ["dp=2,tp=2", "fsdp=2,tp=2", "dp=2,fsdp=2,tp=2"])
 def test_schemes_add_up(mesh: str) -> None:
     model = llama(layers=1)
@@ -171,6 +172,7 @@ class Pointwise(nn.Module):
         return self.down(F.dropout(h, 0.5))
 
 
+@pytest.mark.slow_rows("tp=2", "dp=2", "dp=2,tp=2")
 @pytest.mark.parametrize("mesh", ["tp=2", "dp=2", "dp=2,tp=2", "fsdp=2", "fsdp=2,tp=3"])
 def test_pointwise_ops_never_gather(mesh: str) -> None:
     model, example = Pointwise(), batches(1, (6, 6), (6, 6))[0]

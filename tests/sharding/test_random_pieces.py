@@ -48,6 +48,7 @@ def moved_random(step: mw.TrainStep) -> list[fx.Node]:
 SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp=2", "fsdp=4")]
 
 
+@pytest.mark.slow_rows("dp=4")
 @pytest.mark.parametrize("mesh", ["dp=4", "dp=2,tp=2", *SLOW])
 def test_each_device_draws_its_own_piece_of_every_mask(mesh: str) -> None:
     """gpt2 drops 0.1 of the embeddings, attention scores, and results of attention and MLP."""

@@ -117,6 +117,7 @@ def test_a_weight_that_is_tied_is_decided_once() -> None:
     assert used(step)["embed.weight"] in ("[{tp}, {}]", "[{}, {tp}]")
 
 
+@pytest.mark.slow_rows("512-widths3")
 @pytest.mark.parametrize(
     ("rows", "widths"),
     [(4, (8, 16, 8)), (512, (8, 8, 8)), (512, (16, 4, 16)), (512, (8, 16, 16, 8)), (4, (8, 4, 32, 8))],

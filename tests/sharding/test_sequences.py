@@ -24,6 +24,9 @@ from meshweave.sharding.plans import Plan
 EXACT = 1e-10  # of float64
 
 
+@pytest.mark.slow_rows(
+    "cp=2,tp=2-heads", "cp=2-gather", "dp=2,cp=2-gather", "dp=2,cp=2-heads", "fsdp=2,cp=2-gather", "fsdp=2,cp=2-heads"
+)
 @pytest.mark.parametrize("attention", ["gather", "heads"])
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=2,tp=2", "dp=2,cp=2", "fsdp=2,cp=2"])
 def test_gradients_are_exact(mesh: str, attention: str) -> None:
@@ -36,6 +39,9 @@ def test_gradients_are_exact(mesh: str, attention: str) -> None:
 _OTHERS = {"dp": Plan.dp, "fsdp": Plan.fsdp, "tp": Plan.auto_tp}
 
 
+@pytest.mark.slow_rows(
+    "gpt2-cp=2,tp=2", "llama-cp=2", "llama-cp=4", "llama-dp=2,cp=2", "llama-fsdp=2,cp=2", "qwen2-cp=2"
+)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -70,6 +76,7 @@ def _flops(mesh: str, plan: Plan) -> float:
     return sum(span.flops for span in spans if span.op in ("aten.mm", "meshweave.contract"))
 
 
+@pytest.mark.slow_rows("9")
 @pytest.mark.parametrize("tokens", [7, 9, 3])
 def test_sequences_that_do_not_divide(tokens: int) -> None:
     assert difference(plain(Shape(tokens=tokens)), "cp=4", torch.float64)[0] < EXACT

@@ -84,6 +84,7 @@ def marked(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.slow if name in ("llama", "gpt2") else ())
 
 
+@pytest.mark.slow_rows("mlp alone", "vit", "bert")
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_every_value_has_the_shape_strides_and_storage_that_it_really_has(name: str) -> None:
     step, watch = case(name)

@@ -48,6 +48,7 @@ def is_loaded(start: Start = START, **changes: Any) -> bool:
     return not expand.called
 
 
+@pytest.mark.slow_rows("empty", "another key")
 @pytest.mark.parametrize(
     "damage",
     [

@@ -115,6 +115,7 @@ def compiled_by(make: Callable[..., Any], group: str, **kwargs: Any) -> tuple[Te
     return result, seen[0], generated(code)
 
 
+@pytest.mark.slow_rows("True-7")
 @pytest.mark.parametrize(("is_merged", "num_waits"), [(False, 8), (True, 7)])
 def test_the_generated_code_has_the_order_of_the_graph(group: str, is_merged: bool, num_waits: int) -> None:
     result, graph, code = compiled_by(layers, group, passes=(Overlap(bucket=is_merged),))
@@ -231,6 +232,7 @@ class Earlier(CustomGraphPass):
         return "earlier"
 
 
+@pytest.mark.slow
 def test_inductors_own_options_are_off_inside_with_a_note_and_restored(group: str) -> None:
     earlier, reports = Earlier(), list[OverlapReport]()
     own = {
@@ -297,6 +299,7 @@ def test_backward_graphs_are_ordered_within_the_context(group: str) -> None:
     assert weight.grad is not None
 
 
+@pytest.mark.slow
 def test_options_and_mode_of_torch_compile_reach_inductor(group: str) -> None:
     seen: list[Any] = []
 

@@ -97,6 +97,7 @@ def test_early_reads_are_found() -> None:
     assert read_before_wait("\n".join([start, use, wait])) == [use]
 
 
+@pytest.mark.slow
 def test_steps_with_rings_are_those_of_eager() -> None:
     for found in run_job(same_steps):
         assert isinstance(found, dict), found
