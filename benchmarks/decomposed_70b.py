@@ -6,7 +6,7 @@ another order, and taken apart beside their matmuls.
     python benchmarks/decomposed_70b.py --layers 2
 
 Forward, loss and backward without an update, parameters in bfloat16, compiled from the Hugging Face configuration on
-the meta device. `ordered` is the overlap pass on the rank graph, `taken apart` that of `meshweave.rings`, which the
+the meta device. `ordered` is the overlap pass on the rank graph, `taken apart` that of `optimize.decompose`, which the
 gate decides with the same profile, `rows in 2 chunks` the batch split. All are played by the simulator of whole steps.
 """
 
@@ -25,15 +25,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.step import CaptureOptions, StepSource
-from meshweave.hardware.profile import MachineProfile
+from meshweave.cost.hardware.profile import MachineProfile
+from meshweave.cost.simulate.step import simulate_roles
 from meshweave.ir.device_program import rewrite_role
 from meshweave.ir.rank import RankGraph
+from meshweave.optimize.batch_split import split_program
+from meshweave.optimize.decompose import DecomposeOptions, DecomposeReport, decompose
+from meshweave.optimize.overlap.steps import Scheduling, overlap_roles
+from meshweave.place.plans import Plan
 from meshweave.program import Program
-from meshweave.rings import DecomposeOptions, DecomposeReport, decompose
-from meshweave.rows import split_program
-from meshweave.schedule.steps import Scheduling, overlap_roles
-from meshweave.sharding.plans import Plan
-from meshweave.simulate.step import simulate_roles
 
 TABLE = Path(__file__).parent / "results" / "decomposed_70b.md"
 TP, SEQ = 8, 8192

@@ -24,7 +24,7 @@ import torch
 from links import loopback, running
 from step_time_worker import COMPILED, DROP_IN, END, PEERS, START, STEP, Config
 
-from meshweave.regions.libraries import faster_library
+from meshweave.runtime.regions.libraries import faster_library
 
 TABLE = Path(__file__).parent / "results" / "drop_in.md"
 SAME_LOSS = 1e-5  # relative: sums in another order in float32

@@ -20,7 +20,7 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
-from meshweave.hardware import load_profile
+from meshweave.cost.hardware import load_profile
 from meshweave.passes import Overlap, Recompute, Split, pipeline_of
 from meshweave.program import Program
 from meshweave.whatif import simulate

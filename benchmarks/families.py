@@ -31,7 +31,7 @@ from transformers.models.auto import modeling_auto
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError
-from meshweave.sharding.styles import expert_parameters
+from meshweave.place.styles import expert_parameters
 
 SECONDS = 240  # of CPU time for one family: a busy machine makes none late
 # Of losses, and of parameters relative to the largest magnitude: two steps, sums in another order. A model whose masks

@@ -114,7 +114,7 @@ def ours(config: Config, device: str, options: dict[str, Any]) -> Callable[[Tens
 
 
 def predicted_ms(compiled: Any) -> float | None:
-    from meshweave.hardware import load_profile, profile_of_device
+    from meshweave.cost.hardware import load_profile, profile_of_device
     from meshweave.whatif import simulate
 
     name = profile_of_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -21,11 +21,11 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import PlanError
-from meshweave.hardware import load_profile
 from meshweave.passes import pipeline_of
-from meshweave.sharding.plan_text import parse_plan
-from meshweave.simulate.result import Simulation
+from meshweave.place.plan_text import parse_plan
 from meshweave.whatif import simulate
 
 TABLE = Path(__file__).parent / "results" / "long_sequences.md"

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy
 
-from meshweave.rows import split_batch
+from meshweave.optimize.batch_split import split_batch
 
 c10d = torch.ops._c10d_functional
 Direction = Literal["forward", "backward"]

@@ -1,7 +1,7 @@
 """An independent judge of overlap: seconds, exposed seconds and true peak memory of any fx graph run in its order.
 
 One compute stream in the order of the graph, one FIFO channel per process group, a wait holds compute until its
-collective is done. It knows nothing of the passes that it judges (it imports neither meshweave.schedule nor Inductor's
+collective is done. It knows nothing of the passes that it judges (it imports neither optimize.overlap nor Inductor's
 pass), and prices what they insert (copies, slices, concatenations) by the same rules as everything else.
 """
 
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from meshweave.cost.simulate.clock import Work, play
 from meshweave.errors import MeshweaveError
-from meshweave.simulate.clock import Work, play
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default

@@ -3,7 +3,7 @@
 Kernels run by the longest way to the end of the graph (bottom level) among those that have what they need, within a
 window of the graph's order; a collective starts as soon as its operand is there and its group is idle, the longest way
 first; a kernel waits for a collective only where it reads the result. Nothing is merged, and no memory is counted while
-an order is made. It knows nothing of the pass that it judges (it imports nothing of meshweave.schedule).
+an order is made. It knows nothing of the pass that it judges (it imports nothing of meshweave.optimize.overlap).
 """
 
 from __future__ import annotations

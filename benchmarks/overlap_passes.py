@@ -21,7 +21,7 @@ from overlap_graphs import Groups
 from overlap_judge import INTER_NODE, NVLINK, Costs, Verdict, judge
 from torch import fx
 
-from meshweave.schedule import OverlapReport, overlap
+from meshweave.optimize.overlap import OverlapReport, overlap
 
 ROOM = {  # memory no object
     "max_memory_increase_gb": None,

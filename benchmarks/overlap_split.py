@@ -1,5 +1,5 @@
 """The batch split on the graphs of benchmarks/overlap.py: forward and backward of a step, as Inductor schedules them,
-as we do, and as we do when the rows of the batch run in chunks (`meshweave.rows.split_batch`)."""
+as we do, and as we do when the rows of the batch run in chunks (`meshweave.optimize.batch_split.split_batch`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overlap_judge import Costs, Verdict
 from overlap_passes import Result, run_ours
 from torch import fx
 
-from meshweave.rows import split_batch
+from meshweave.optimize.batch_split import split_batch
 
 CHUNKS = (2, 4)
 DEMAND = 1.2  # seconds of Inductor's best over ours

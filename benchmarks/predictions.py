@@ -26,11 +26,11 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
-from meshweave.hardware import load_profile
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.result import Simulation
 from meshweave.passes import Decompose, Prefetch, Recompute, pipeline_of
+from meshweave.place.plan_text import parse_plan
 from meshweave.program import Program
-from meshweave.sharding.plan_text import parse_plan
-from meshweave.simulate.result import Simulation
 from meshweave.whatif import simulate
 
 TABLE = Path(__file__).parent / "results" / "predictions.md"

@@ -29,7 +29,7 @@ from peer_plans import VARIANTS, Question, peer_plans
 
 import meshweave as mw
 from meshweave.ir.routes import routes
-from meshweave.movement import across, plan, search, space, within
+from meshweave.place.movement import across, plan, search, space, within
 
 TABLE = Path(__file__).parent / "results" / "redistribution.md"
 NAMES = "abcd"

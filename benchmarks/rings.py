@@ -4,7 +4,7 @@
 
 An all-gather and the matmul of what it brings, a matmul and the reduce-scatter of its result, a matmul and the
 all-reduce of its result, and the same with a second matmul of what the all-reduce brings. Every shape runs whole, in
-every way in which `meshweave.rings` can take it apart, and as its gate chooses with the profile of a calibration
+every way in which `optimize.decompose` can take it apart, and as its gate chooses with the profile of a calibration
 under the same condition; and the matmuls alone run without any communication. In one job all of these take their turns,
 so that what disturbs the machine disturbs all alike; a run ends when the slowest process has ended it; every figure is
 a median, every ratio the median of those of the rounds. Results are compared with those of the whole.

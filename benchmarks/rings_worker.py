@@ -37,7 +37,7 @@ class Case:
 
     @property
     def op(self) -> str:
-        """As in meshweave.rings."""
+        """As in meshweave.optimize.decompose."""
         return self.kind.partition(",")[0]
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ def program(case: Case, num_ranks: int, has_collective: bool) -> tuple[Any, dict
 
 def variants(case: Case, num_ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The programs that are measured, by name, and the shapes of their inputs; of equal ones the first."""
-    from meshweave.rings import ALGORITHMS, DecomposeOptions, decompose
+    from meshweave.optimize.decompose import ALGORITHMS, DecomposeOptions, decompose
 
     whole, shapes = program(case, num_ranks, True)
     found = {WHOLE: whole}
@@ -129,7 +129,7 @@ def variants(case: Case, num_ranks: int) -> tuple[dict[str, Any], dict[str, Any]
 
 def only(case: Case, scheme: str, *num_chunks: int) -> Any:
     """Options that have one way for the collective of a case."""
-    from meshweave.rings import DecomposeOptions
+    from meshweave.optimize.decompose import DecomposeOptions
 
     ways: dict[str, Any] = {"all_gather": ("direct",) if case.kind == FOLLOWED else (), case.op: (scheme,)}
     return DecomposeOptions(num_chunks=num_chunks, **ways)
@@ -138,7 +138,7 @@ def only(case: Case, scheme: str, *num_chunks: int) -> Any:
 def gate(case: Case, profile: Any, found: dict[str, Any]) -> dict[str, Any]:
     """What the gate chooses, under the name that it has among what is measured (it joins it if it is new), and what it
     prices everything at; a matmul after an all-reduce is in no price."""
-    from meshweave.rings import decompose
+    from meshweave.optimize.decompose import decompose
 
     def priced(rows: Any) -> float:
         return float(rows[0].seconds_after - sum(r.seconds_before - r.seconds_after for r in rows[1:] if r.is_taken))
@@ -197,8 +197,8 @@ def seconds_on_stand_in(m: int, k: int, n: int) -> float:
 def profile_of(path: str, compute: str) -> Any:
     """What the gate is told: the calibrated machine, with the stand-in's matmuls where that computes."""
     import meshweave as mw
-    from meshweave.hardware.schema import KINDS as MEMORY_KINDS
-    from meshweave.hardware.schema import MatmulModel, MatmulPoints
+    from meshweave.cost.hardware.schema import KINDS as MEMORY_KINDS
+    from meshweave.cost.hardware.schema import MatmulModel, MatmulPoints
 
     found = mw.load_profile(path)
     if compute == PROCESSOR:
@@ -317,10 +317,10 @@ def coarse(output: Path) -> None:
     """A calibration of a few sizes, for --quick: matmuls, copies and links."""
     import torch
 
-    from meshweave.calibrate import QUICK, calibrate
-    from meshweave.calibrate.ops import Effort
-    from meshweave.regions.libraries import Libraries
+    from meshweave.cost.calibrate import QUICK, calibrate
+    from meshweave.cost.calibrate.ops import Effort
     from meshweave.runtime.cluster import init_from_env, shutdown
+    from meshweave.runtime.regions.libraries import Libraries
 
     rank, _ = init_from_env()
     kib = 1 << 10

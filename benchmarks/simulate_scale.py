@@ -18,12 +18,12 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
-from meshweave.hardware import load_profile
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.result import Simulation
+from meshweave.cost.simulate.step import times_of
+from meshweave.cost.simulate.tasks import lower_tasks
 from meshweave.passes import pipeline_of
 from meshweave.program import Program
-from meshweave.simulate.result import Simulation
-from meshweave.simulate.step import times_of
-from meshweave.simulate.tasks import lower_tasks
 from meshweave.whatif import simulate
 
 TABLE = Path(__file__).parent / "results" / "simulate_scale.md"

@@ -274,7 +274,7 @@ def _mean(loss: float) -> float:
 
 def described(step: mw.TrainStep) -> dict[str, Any]:
     """What our row rests on, and what the simulator says of it."""
-    from meshweave.hardware import MachineProfile
+    from meshweave.cost.hardware import MachineProfile
     from meshweave.whatif import simulate
 
     program = step.program

@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _described(name: str, thing: Any, level: int = 3) -> Iterator[str]:
     """A heading, the signature and the docstring; of a class its public methods, too.
 
-    mkdocstrings cannot do this: `meshweave.simulate` and others are functions with the name of a package.
+    mkdocstrings cannot do this: `meshweave.cost.simulate` and others are functions with the name of a package.
     """
     yield f"{'#' * level} {name}\n"
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from meshweave.cost.simulate.clock import Slowdown, Times, Work
 from meshweave.engine.machine import Action, Done, EventMachine, Release, Run, Schedule
-from meshweave.simulate.clock import Slowdown, Times, Work
 
 
 class _EventClock:

@@ -14,14 +14,14 @@ from tests.expand.test_moves import check_pieces, full_value, pieces_of, run_ran
 from torch import Tensor, fx
 
 from meshweave.check.completeness import check_complete
-from meshweave.expand.expand import expand
 from meshweave.ir import ops
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank
-from meshweave.movement.steps import Step, apply
+from meshweave.place.expand.expand import expand
+from meshweave.place.movement.steps import Step, apply
 from meshweave.runtime.world import World
 
 MESHES = {

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.step import CaptureOptions, StepSource
+from meshweave.place.resolve import batch_axes
 from meshweave.runtime.process_groups import check_sends_from_gpu
-from meshweave.sharding.resolve import batch_axes
 
 
 class Net(nn.Module):

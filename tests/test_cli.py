@@ -19,8 +19,8 @@ from meshweave.cli import app
 from meshweave.cli.command import Options, add_command, argument, option
 from meshweave.errors import PlanError
 from meshweave.ir.mesh import Mesh
-from meshweave.sharding.plan_text import data_parallel_size, parse_plan
-from meshweave.sharding.plans import Plan
+from meshweave.place.plan_text import data_parallel_size, parse_plan
+from meshweave.place.plans import Plan
 
 ROOT = Path(meshweave.__file__).parents[2]
 TINY = "hf:llama?hidden_size=16&num_hidden_layers=2&num_attention_heads=2&intermediate_size=32&vocab_size=64"

@@ -147,9 +147,9 @@ def test_explain_of_nothing(net: str) -> None:
 
 
 def test_a_profile_with_a_wrong_figure_names_its_line(net: str, tmp_path: Path) -> None:
-    import meshweave.hardware
+    import meshweave.cost.hardware
 
-    text = (Path(meshweave.hardware.__file__).parent / "data" / "h100.toml").read_text()
+    text = (Path(meshweave.cost.hardware.__file__).parent / "data" / "h100.toml").read_text()
     at = next(i for i, line in enumerate(text.splitlines()) if line.startswith("launch_s"))
     lines = text.splitlines()
     lines[at] = "launch_s = -1.0"

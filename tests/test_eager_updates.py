@@ -173,7 +173,7 @@ def pair(kind: str, mesh: str, **options: Any) -> tuple[mw.TrainStep, torch.opti
     twin = copy.deepcopy(model)
     ours, theirs = KINDS[kind](model), KINDS[kind](twin)
     step = mw.compile(model, loss=mse, example=doubles()[0], optimizer=ours, mesh=mesh, profile="alpha-beta", **options)
-    return step, ours, Eager(twin, theirs, Recipe(mse, clip_grad_norm=options.get("clip_grad_norm")))
+    return step, ours, Eager(twin, theirs, Recipe(loss=mse, clip_grad_norm=options.get("clip_grad_norm")))
 
 
 def doubles() -> list[dict[str, Tensor]]:

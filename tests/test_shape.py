@@ -105,4 +105,4 @@ def test_rooms_communicate_through_the_meta_keys_that_the_architecture_lists() -
     used = set(re.findall(r'\.meta(?:\.get|\.pop|\.setdefault)?[\[(]"(\w+)"', rooms))
     used |= set(re.findall(r'"(\w+)" (?:not )?in \w+\.meta\b', rooms))
     assert used <= documented
-    assert documented - used <= {"fixed", "loose"}  # read by the constants of chunks/cut.py
+    assert documented - used <= {"fixed", "loose"}  # read by the constants of optimize/decompose/cut.py

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshweave.capture.step import Precision
 from meshweave.compile import compile
+from meshweave.cost.hardware import AlphaBeta, MachineProfile, load_profile
+from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import (
     CaptureError,
     CheckpointError,
@@ -16,18 +18,16 @@ from meshweave.errors import (
     StepError,
     VerifyError,
 )
-from meshweave.hardware import AlphaBeta, MachineProfile, load_profile
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.ops.registry import register_rule
+from meshweave.optimize.overlap import OverlapOptions, OverlapReport, overlap
+from meshweave.place.movement.plan import MovePlan, plan_move
+from meshweave.place.operators import combine, move, on, reduction, repartition, replicate
+from meshweave.place.plans import Plan
 from meshweave.program import Program
 from meshweave.runtime.rows import batch_shard
 from meshweave.runtime.session import RunOptions
-from meshweave.schedule import OverlapOptions, OverlapReport, overlap
-from meshweave.sharding.operators import combine, move, on, reduction, repartition, replicate
-from meshweave.sharding.plans import Plan
-from meshweave.simulate.result import Simulation
 from meshweave.torch_compile import backend, inductor_pass
 from meshweave.train_step import TrainStep
 from meshweave.whatif import simulate

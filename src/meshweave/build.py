@@ -11,42 +11,42 @@ from typing import Any
 from meshweave.capture.batch import Batch
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions, StepSource, capture_source
+from meshweave.cost.hardware import Costs
 from meshweave.errors import MeshError
-from meshweave.expand.expand import expand
 from meshweave.expert_chunks import built_in_chunks
-from meshweave.gathers import settle
-from meshweave.hardware import Costs
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
-from meshweave.movement.arrange import PlanMove, arrange
-from meshweave.movement.dispatch import dispatched
-from meshweave.movement.own_sums import own_sums
-from meshweave.movement.plan import plan_move
-from meshweave.movement.replay import proven
+from meshweave.optimize.batch_split.blocks import in_blocks
+from meshweave.optimize.batch_split.ends import share_ends
+from meshweave.optimize.batch_split.tables import by_expert
+from meshweave.optimize.overlap.order import without_collector
+from meshweave.optimize.prefetch import delay_gradient_waits
 from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
 from meshweave.passes.pipeline import optimize
+from meshweave.place.assign import Price
+from meshweave.place.balance import balanced, takes_heads
+from meshweave.place.decide import Placement, Units, decide, infer_units
+from meshweave.place.expand.expand import expand
+from meshweave.place.hooks import pinning
+from meshweave.place.mapping import Homes, axes_of_operators, map_devices
+from meshweave.place.movement.arrange import PlanMove, arrange
+from meshweave.place.movement.dispatch import dispatched
+from meshweave.place.movement.own_sums import own_sums
+from meshweave.place.movement.plan import plan_move
+from meshweave.place.movement.replay import proven
+from meshweave.place.place import place
+from meshweave.place.plans import Plan, Resolved
+from meshweave.place.rates import Rates, rates_of
+from meshweave.place.resolve import check_axes, resolve, usual_stages
+from meshweave.place.search import choose_tp
+from meshweave.place.sequences import keep_sequences_apart
+from meshweave.place.sums import sum_bytes
 from meshweave.program import PlanInputs, Planned, Program
 from meshweave.report.tables import bytes_text
-from meshweave.rows.blocks import in_blocks
-from meshweave.rows.ends import share_ends
-from meshweave.rows.tables import by_expert
-from meshweave.schedule.order import without_collector
-from meshweave.sharding.assign import Price
-from meshweave.sharding.balance import balanced, takes_heads
-from meshweave.sharding.decide import Placement, Units, decide, infer_units
-from meshweave.sharding.hooks import pinning
-from meshweave.sharding.mapping import Homes, axes_of_operators, map_devices
-from meshweave.sharding.place import place
-from meshweave.sharding.plans import Plan, Resolved
-from meshweave.sharding.rates import Rates, rates_of
-from meshweave.sharding.resolve import check_axes, resolve, usual_stages
-from meshweave.sharding.search import choose_tp
-from meshweave.sharding.sequences import keep_sequences_apart
-from meshweave.sharding.sums import sum_bytes
 from meshweave.stored import storage_of
 
 # A sum over n devices is proven with a set of n bits on each: 7 s for an MLP on 8,192 devices, minutes on 65,536 (2
@@ -230,7 +230,7 @@ def _planned(
         placed = dispatched(own_sums(placed), placing.planner, placing.rates)
         progress("expand")
         roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(placing.planner)), costs)
-        return placed, tuple(verify_rank(settle(role)) for role in roles)
+        return placed, tuple(verify_rank(delay_gradient_waits(role)) for role in roles)
 
     placed, roles, note = _accumulated(expanded, options, pipeline.room(costs))
     optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)

@@ -12,19 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.build import Target, build_program
-from meshweave.calibrate import costs_for
 from meshweave.capture.batch import Batch, call_model, listed_batches
 from meshweave.capture.guards import check_autocast
 from meshweave.capture.model_checks import check_loss, check_new_tensors, check_not_compiled, check_shapes
 from meshweave.capture.optimizer_groups import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Part, Precision, StepSource
+from meshweave.cost.calibrate import costs_for
+from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.errors import CaptureError, PlanError
-from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import Pipeline, Recompute, pass_list, pipeline_of
 from meshweave.passes.former import refuse_former
 from meshweave.passes.options import PassesArgument
+from meshweave.place.plan_text import plan_of
+from meshweave.place.plans import Plan
 from meshweave.program import Program
 from meshweave.runtime.cluster import make_world, numbers_of_all
 from meshweave.runtime.fuse import compiles_for_gpu, prepare_compiler
@@ -35,8 +37,6 @@ from meshweave.runtime.together import agree, argument_texts, program_texts, tog
 from meshweave.runtime.weights import align_weights
 from meshweave.runtime.world import World, home_of
 from meshweave.search import Budget
-from meshweave.sharding.plan_text import plan_of
-from meshweave.sharding.plans import Plan
 from meshweave.train_step import TrainStep
 from meshweave.variants import Build
 

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.hardware import Costs
+from meshweave.cost.hardware import Costs
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_step
+from meshweave.optimize.batch_split import SplitReport
+from meshweave.optimize.batch_split.captured import has_experts, split_captured
+from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.passes import MeshProgram, Pipeline, Split
 from meshweave.program import Planned
-from meshweave.rows import SplitReport
-from meshweave.rows.captured import has_experts, split_captured
-from meshweave.schedule.decide import NoOrderError
 from meshweave.search import AS_IT_IS, Candidate, Search
 
 Build = Callable[[StepGraph, Pipeline], Planned]

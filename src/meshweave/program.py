@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from meshweave.capture.contract import Contract
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions
-from meshweave.hardware import Costs
+from meshweave.cost.hardware import Costs
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
+from meshweave.optimize.overlap import OverlapReport
 from meshweave.passes import Optimized, Pipeline
-from meshweave.schedule import OverlapReport
-from meshweave.sharding.decide import Placement
-from meshweave.sharding.plans import Resolved
+from meshweave.place.decide import Placement
+from meshweave.place.plans import Resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,8 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.ops.registry import registrations
+from meshweave.optimize.overlap.report import Deferred
 from meshweave.program import PlanInputs, Planned
-from meshweave.schedule.report import Deferred
 from meshweave.search import Gathered
 
 _MOST_BYTES = 1 << 30  # of an entry's data; those of a 32-layer 8B step have 15 MB

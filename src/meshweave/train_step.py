@@ -18,6 +18,7 @@ from meshweave.capture.guards import Guards, StepKey
 from meshweave.capture.optimizer_groups import OptimizerGuard, note_untrained, options_of, parts_of, put_options
 from meshweave.capture.optimizers import StepNumbers, initial_state, resting_state
 from meshweave.capture.step import Part
+from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import OutdatedUpdate, StepError
 from meshweave.interop.accelerate import refuse_accumulation
 from meshweave.interop.optimizer import mark_stepped
@@ -31,7 +32,6 @@ from meshweave.runtime.session import Session, SessionSettings
 from meshweave.runtime.state import State
 from meshweave.runtime.weight_files import WeightFiles
 from meshweave.runtime.world import World
-from meshweave.simulate.result import Simulation
 from meshweave.variants import Build, Variant, Variants, evaluating, rows_check
 
 _LOG = logging.getLogger("meshweave")

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from meshweave.hardware import MachineProfile, load_profile
+from meshweave.cost.hardware import MachineProfile, load_profile
+from meshweave.cost.simulate.buckets import Buckets
+from meshweave.cost.simulate.kernels import Fusion
+from meshweave.cost.simulate.pipelines import Pipeline
+from meshweave.cost.simulate.result import Simulation
+from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
 from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
-from meshweave.simulate.buckets import Buckets
-from meshweave.simulate.kernels import Fusion
-from meshweave.simulate.pipelines import Pipeline
-from meshweave.simulate.result import Simulation
-from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 
 def simulate(

@@ -19,11 +19,11 @@ from tests.processes import Job
 from torch import nn
 
 import meshweave as mw
-from meshweave.calibrate import automatic, costs_for
+from meshweave.cost.calibrate import automatic, costs_for
+from meshweave.cost.hardware import AlphaBeta, load_profile, profile_of_device
+from meshweave.cost.hardware.load import _DATA
 from meshweave.disk_cache import CacheEntry
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import AlphaBeta, load_profile, profile_of_device
-from meshweave.hardware.load import _DATA
 from meshweave.runtime.cluster import ClusterWorld, shutdown
 from meshweave.runtime.world import LocalWorld
 

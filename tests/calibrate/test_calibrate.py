@@ -18,8 +18,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from meshweave.calibrate import MeasurementPlan, calibrate, links
-from meshweave.calibrate.cases import (
+from meshweave.cli.command import add_command
+from meshweave.cost.calibrate import MeasurementPlan, calibrate, links
+from meshweave.cost.calibrate.cases import (
     Grid,
     Pool,
     attention_cases,
@@ -28,19 +29,18 @@ from meshweave.calibrate.cases import (
     memory_cases,
     tiny_cases,
 )
-from meshweave.calibrate.figures import MachineFacts, Measurements, profile_text
-from meshweave.calibrate.links import MOST_SLOWDOWN, OPS, Contention, MeasuredLink, local_bytes_of, places
-from meshweave.calibrate.measure import BRIEF
-from meshweave.calibrate.ops import ALONE, Effort, Measured, OpCase, RepeatedOp, time_ops, typical
-from meshweave.cli.command import add_command
+from meshweave.cost.calibrate.figures import MachineFacts, Measurements, profile_text
+from meshweave.cost.calibrate.links import MOST_SLOWDOWN, OPS, Contention, MeasuredLink, local_bytes_of, places
+from meshweave.cost.calibrate.measure import BRIEF
+from meshweave.cost.calibrate.ops import ALONE, Effort, Measured, OpCase, RepeatedOp, time_ops, typical
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.hardware.collectives import bytes_received
+from meshweave.cost.hardware.load import parse_profile
+from meshweave.cost.hardware.schema import KINDS
+from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import load_profile
-from meshweave.hardware.collectives import bytes_received
-from meshweave.hardware.load import parse_profile
-from meshweave.hardware.schema import KINDS
-from meshweave.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.ir.mesh import Mesh
-from meshweave.regions.libraries import MM, ONEDNN_MM, Libraries
+from meshweave.runtime.regions.libraries import MM, ONEDNN_MM, Libraries
 
 command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
 CPU = torch.device("cpu")

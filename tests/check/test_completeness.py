@@ -13,26 +13,26 @@ import torch
 from tests import models
 from tests.check.mutants import copied
 from tests.expand.test_moves import MESHES, SHAPES, layouts
-from tests.sharding import conformance
-from tests.sharding.test_rules import SAMPLES
+from tests.place import conformance
+from tests.place.test_rules import SAMPLES
 from torch import fx, nn
 
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.check.completeness import Completeness, check_complete
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.errors import VerifyError
-from meshweave.expand.expand import expand
-from meshweave.hardware import AlphaBeta
 from meshweave.ir import local_ops, ops
 from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS, RankGraph
-from meshweave.movement.plan import plan_move
+from meshweave.place.expand.expand import expand
+from meshweave.place.movement.plan import plan_move
+from meshweave.place.plans import Plan
 from meshweave.program import Program
-from meshweave.sharding.plans import Plan
 
 aten = torch.ops.aten
 F32 = torch.float32

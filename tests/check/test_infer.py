@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.sharding import conformance
-from tests.sharding.test_rules import SAMPLES
+from tests.place import conformance
+from tests.place.test_rules import SAMPLES
 
 from meshweave.check.infer import infer
 from meshweave.errors import VerifyError

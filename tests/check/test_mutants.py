@@ -27,15 +27,15 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.errors import LayoutError, VerifyError
-from meshweave.hardware import AlphaBeta
 from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, members_of
+from meshweave.place.plans import Plan
 from meshweave.program import Program
-from meshweave.sharding.plans import Plan
 
 # Values are float64, but for the norm of the gradients and what a Llama computes in float32, whose rounding is 6e-8;
 # a contribution that is missing, doubled or misplaced changes a tensor by a good part of itself.

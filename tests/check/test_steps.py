@@ -20,7 +20,7 @@ from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph, Transfer, member_pieces
 from meshweave.ir.routes import Message
-from meshweave.movement.steps import Kind, Step
+from meshweave.place.movement.steps import Kind, Step
 from meshweave.replay.communication import check_messages
 
 F32 = torch.float32

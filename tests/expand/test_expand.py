@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
-from meshweave.hardware import AlphaBeta
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import Spec, op_name
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS, bind_symbols
+from meshweave.place.plans import Plan
 from meshweave.program import Program
-from meshweave.sharding.plans import Plan
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

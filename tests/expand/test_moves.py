@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from meshweave.expand.expand import expand
 from meshweave.ir import ops
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank
-from meshweave.movement.plan import plan_move
+from meshweave.place.expand.expand import expand
+from meshweave.place.movement.plan import plan_move
 from meshweave.runtime.executor import FORWARD, compile_tasks
 from meshweave.runtime.world import LocalWorld
 

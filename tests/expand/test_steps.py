@@ -23,7 +23,7 @@ from meshweave.ir.collectives import reduce_in_order
 from meshweave.ir.graph import op_name
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import SYMBOLS
-from meshweave.movement.steps import Step
+from meshweave.place.movement.steps import Step
 
 OPS = {torch.float32: ["sum", "max"], torch.int64: ["sum", "min", "max"], torch.bool: ["max", "min"]}
 MANY = 200  # of so many steps of one kind and shape each dtype takes a third

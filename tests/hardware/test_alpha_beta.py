@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.errors import MeshError, MeshweaveError
-from meshweave.hardware import AlphaBeta
 from meshweave.ir.mesh import Mesh
 
 MESH = Mesh("a=2,b=4,one=1")

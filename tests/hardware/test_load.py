@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from meshweave.cost.hardware import load_profile, profile_names
+from meshweave.cost.hardware.load import _DATA, _lines, parse_profile
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import load_profile, profile_names
-from meshweave.hardware.load import _DATA, _lines, parse_profile
 
 H100 = (_DATA / "h100.toml").read_text(encoding="utf-8")
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.errors import MeshError, MeshweaveError
-from meshweave.hardware import (
+from meshweave.cost.hardware import (
     AlphaBeta,
     Attention,
     Costs,
@@ -21,8 +20,9 @@ from meshweave.hardware import (
     nccl,
     profile_names,
 )
-from meshweave.hardware.schema import Fit, Links
-from meshweave.hardware.topology import Shape, shapes
+from meshweave.cost.hardware.schema import Fit, Links
+from meshweave.cost.hardware.topology import Shape, shapes
+from meshweave.errors import MeshError, MeshweaveError
 from meshweave.ir.collectives import RECEIVED
 from meshweave.ir.mesh import Mesh
 
@@ -292,7 +292,7 @@ def measured(**changes: object) -> MachineProfile:
 
 
 def test_dtypes_that_were_not_measured_are_priced_as_the_nearest_that_was() -> None:
-    from meshweave.hardware.schema import AttentionModel, AttentionPoints, MatmulModel, MatmulPoints
+    from meshweave.cost.hardware.schema import AttentionModel, AttentionPoints, MatmulModel, MatmulPoints
 
     tables = tuple(
         MatmulPoints(name, ((64, 64, 64, 1, seconds),)) for name, seconds in (("float32", 1e-3), ("float64", 4e-3))
@@ -322,7 +322,7 @@ def test_dtypes_that_were_not_measured_are_priced_as_the_nearest_that_was() -> N
 
 
 def test_measured_points_are_kept_and_followed() -> None:
-    from meshweave.hardware.schema import AttentionPoints, MatmulPoints, MemoryCurve
+    from meshweave.cost.hardware.schema import AttentionPoints, MatmulPoints, MemoryCurve
 
     gloo = load_profile("cpu-gloo")
     points = ((64, 64, 64, 1, 1e-5), (512, 512, 512, 1, 2e-3), (512, 64, 512, 1, 4e-4), (4096, 64, 64, 1, 5e-4))

@@ -7,7 +7,7 @@ import torch
 from tests.effort import calls_of
 
 import meshweave as mw
-from meshweave.hardware import load_profile
+from meshweave.cost.hardware import load_profile
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 

@@ -4,8 +4,8 @@ which it says less are named with the reason."""
 import pytest
 import torch
 
+from meshweave.cost.hardware import Attention, Matmul, MemoryWork, load_profile
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import Attention, Matmul, MemoryWork, load_profile
 from meshweave.ir.mesh import Mesh
 
 MIB, GIB = 2**20, 2**30

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.sharding.conformance import Value
-from tests.sharding.test_rules import NAMES, SAMPLES
+from tests.place.conformance import Value
+from tests.place.test_rules import NAMES, SAMPLES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree

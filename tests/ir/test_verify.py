@@ -16,8 +16,8 @@ from torch import fx, nn
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.errors import VerifyError
-from meshweave.hardware import AlphaBeta
 from meshweave.ir import ops
 from meshweave.ir.collectives import STARTS, WAIT, functional
 from meshweave.ir.graph import Spec, op_name, origin_of, spec_of

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from tests.effort import calls_of
 from tests.layouts import all_layouts
 
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.errors import LayoutError, VerifyError
-from meshweave.hardware import AlphaBeta
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.routes import routes
-from meshweave.movement.across import transfer_step
-from meshweave.movement.plan import MovePlan, classify, plan_move
-from meshweave.movement.replay import replay
-from meshweave.movement.steps import Step, apply
+from meshweave.place.movement.across import transfer_step
+from meshweave.place.movement.plan import MovePlan, classify, plan_move
+from meshweave.place.movement.replay import replay
+from meshweave.place.movement.steps import Step, apply
 
 ONE, TWO, FOUR = Mesh("a=1", devices=[9]), Mesh("dp=2", devices=[0, 1]), Mesh("dp=2,tp=2", devices=[4, 5, 6, 7])
 PIPELINE = Mesh("pp=2,dp=2,tp=2")

@@ -10,16 +10,16 @@ from torch import fx, nn
 
 import meshweave as mw
 from meshweave.check.completeness import check_complete
-from meshweave.hardware import AlphaBeta
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.ir import ops
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph, op_name, origin_of, spec_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.verify import verify_placed
-from meshweave.movement.arrange import arrange
-from meshweave.movement.plan import MovePlan, plan_move
 from meshweave.ops.registry import row_for
-from meshweave.sharding.assign import candidates
+from meshweave.place.assign import candidates
+from meshweave.place.movement.arrange import arrange
+from meshweave.place.movement.plan import MovePlan, plan_move
 
 aten = torch.ops.aten
 MESH = Mesh("a=2,b=4")

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tests.layouts import all_layouts
 
+from meshweave.cost.hardware import AlphaBeta, load_profile
 from meshweave.errors import LayoutError
-from meshweave.hardware import AlphaBeta, load_profile
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.bounds import must_cross
-from meshweave.movement.plan import MovePlan, plan_move
-from meshweave.movement.replay import replay
+from meshweave.place.movement.bounds import must_cross
+from meshweave.place.movement.plan import MovePlan, plan_move
+from meshweave.place.movement.replay import replay
 
 MESH = Mesh("a=2,b=4")
 PROFILE = AlphaBeta(bandwidth={"a": 50e9, "b": 400e9})

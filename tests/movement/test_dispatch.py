@@ -15,13 +15,13 @@ from torch.nn.functional import grouped_mm
 import meshweave as mw
 from meshweave import build
 from meshweave.check.completeness import check_complete
+from meshweave.cost.hardware.alpha_beta import AlphaBeta
 from meshweave.errors import VerifyError
-from meshweave.hardware.alpha_beta import AlphaBeta
 from meshweave.ir import ops
 from meshweave.ir.collectives import SPARSE_GATHER, SPARSE_SCATTER, TABLE
 from meshweave.ir.graph import origin_of, spec_of
-from meshweave.movement.dispatch import dispatched
-from meshweave.movement.plan import plan_move
+from meshweave.place.movement.dispatch import dispatched
+from meshweave.place.movement.plan import plan_move
 
 WIDTH = 8
 SLOW_LINKS = AlphaBeta(0.0, 1e6)  # bytes are all that counts

@@ -16,13 +16,13 @@ from tests.expand.test_moves import run_rank
 from tests.layouts import all_layouts
 from tests.steps import Chain, check, program
 
-from meshweave.hardware import AlphaBeta, load_profile
+from meshweave.cost.hardware import AlphaBeta, load_profile
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.plan import plan_move
-from meshweave.movement.replay import replay
-from meshweave.movement.search import MoveProblem, Order, cheapest
-from meshweave.movement.within import MoveSearch, Request
+from meshweave.place.movement.plan import plan_move
+from meshweave.place.movement.replay import replay
+from meshweave.place.movement.search import MoveProblem, Order, cheapest
+from meshweave.place.movement.within import MoveSearch, Request
 
 NO_BOUND, LITTLE = 1 << 62, 64 << 20
 ORDERS: tuple[Order, ...] = ("sound", "strict", "any")

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from tests.layouts import all_layouts
 
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.errors import LayoutError
-from meshweave.hardware import AlphaBeta
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.plan import plan_move
-from meshweave.movement.search import Order
-from meshweave.movement.steps import Step, apply
+from meshweave.place.movement.plan import plan_move
+from meshweave.place.movement.search import Order
+from meshweave.place.movement.steps import Step, apply
 
 Array = NDArray[np.float32]
 PROFILE = AlphaBeta(bandwidth={"a": 50e9, "b": 400e9, "c": 400e9})

@@ -11,10 +11,10 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshweave.hardware import AlphaBeta
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.plan import plan_move
+from meshweave.place.movement.plan import plan_move
 from meshweave.runtime.dtensor import device_mesh_from_mesh
 
 MESH = Mesh("a=2,b=4")

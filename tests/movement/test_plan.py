@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.layouts import all_layouts
 
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.errors import LayoutError, MeshweaveError
-from meshweave.hardware import AlphaBeta
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.plan import MovePlan, classify, plan_move
-from meshweave.movement.replay import replay
+from meshweave.place.movement.plan import MovePlan, classify, plan_move
+from meshweave.place.movement.replay import replay
 
 DP_TP = Mesh("dp=2,tp=2")
 THREE = Mesh("pp=2,dp=2,tp=2")

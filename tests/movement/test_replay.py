@@ -14,9 +14,9 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.ir.routes import Message, Routes, routes
-from meshweave.movement.plan import MovePlan, plan_move
-from meshweave.movement.replay import replay
-from meshweave.movement.steps import Step, apply
+from meshweave.place.movement.plan import MovePlan, plan_move
+from meshweave.place.movement.replay import replay
+from meshweave.place.movement.steps import Step, apply
 
 MESH = Mesh("a=2,b=2,c=2")
 SHAPE = (9, 6)

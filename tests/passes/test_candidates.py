@@ -11,9 +11,9 @@ import pytest
 from torch import fx
 
 from meshweave.errors import VerifyError
+from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.passes.base import Numerics, Pass, Stage
 from meshweave.passes.candidates import run_passes
-from meshweave.schedule.decide import NoOrderError
 from meshweave.search import Budget
 
 Times = dict[str, float]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.interop import inductor
-from meshweave.regions import worth
-from meshweave.regions.process import CompilerProcess
+from meshweave.runtime.regions import profitability
+from meshweave.runtime.regions.process import CompilerProcess
 
 
 def linear(batch: int) -> Made:
@@ -288,7 +288,7 @@ def test_auto_compiles_what_may_pay_and_keeps_it_if_it_is_faster(
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         return mw.compile(model, loss=lambda out, _: out.mean(), example={"x": x}, optimizer=optimizer, mesh="")
 
-    monkeypatch.setattr(worth, "_seconds", seconds)
+    monkeypatch.setattr(profitability, "_seconds", seconds)
     x = torch.randn(1024, 2048)
     step = start()
     assert not asked  # a program that is only simulated compiles nothing

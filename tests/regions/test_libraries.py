@@ -21,10 +21,10 @@ from meshweave.disk_cache import CacheEntry, machine_of
 from meshweave.errors import StepError
 from meshweave.interop import onednn
 from meshweave.ir.values import Value
-from meshweave.regions import libraries
-from meshweave.regions.compiler import RegionCompiler
-from meshweave.regions.libraries import ATEN, MM, ONEDNN, ONEDNN_MM, Libraries, choose_in, faster_library
 from meshweave.runtime.executor import perform
+from meshweave.runtime.regions import libraries
+from meshweave.runtime.regions.compiler import RegionCompiler
+from meshweave.runtime.regions.libraries import ATEN, MM, ONEDNN, ONEDNN_MM, Libraries, choose_in, faster_library
 
 CPU = torch.device("cpu")
 needs_onednn = pytest.mark.skipif(not onednn.is_exact(), reason="torch was built without oneDNN")

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import meshweave as mw
 from meshweave.interop import inductor
 from meshweave.ir.ops import KERNELS
-from meshweave.regions.compiler import RegionCompiler
-from meshweave.regions.process import _SCRIPT, CompilerProcess, dump, load
-from meshweave.regions.trace import Form, RegionCall, RegionFunction
+from meshweave.runtime.regions.compiler import RegionCompiler
+from meshweave.runtime.regions.process import _SCRIPT, CompilerProcess, dump, load
+from meshweave.runtime.regions.trace import Form, RegionCall, RegionFunction
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]

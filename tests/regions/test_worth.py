@@ -14,10 +14,10 @@ from torch import fx
 from meshweave.interop import inductor
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.values import Value
-from meshweave.regions import worth
-from meshweave.regions.cut import Region
-from meshweave.regions.worth import BYTES_PER_S, OP_S, saved_seconds
 from meshweave.runtime.fuse import prepare_compiler
+from meshweave.runtime.regions import profitability
+from meshweave.runtime.regions.cut import Region
+from meshweave.runtime.regions.profitability import BYTES_PER_S, OP_S, saved_seconds
 from meshweave.runtime.world import LocalWorld
 
 aten = torch.ops.aten
@@ -87,8 +87,8 @@ def test_loading_inductor_draws_no_random_numbers_of_the_user() -> None:
 
 
 def test_operands_of_a_measurement_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "_POOL_BYTES", 4096)
-    pool = worth._Pool(torch.device("cpu"))
+    monkeypatch.setattr(profitability, "_POOL_BYTES", 4096)
+    pool = profitability._Pool(torch.device("cpu"))
     forms = [
         ((8, 16), (16, 1), torch.float32),
         ((16, 8), (1, 16), torch.float32),

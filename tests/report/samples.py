@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from meshweave.cost.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 from meshweave.report.moves import MoveRow
-from meshweave.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 
 # op, seconds, flops, submodule, line of modeling_llama.py: the kernels of a layer in forward.
 _LAYER = (

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from tests.report.samples import sample
 
+from meshweave.cost.simulate.result import Simulation
 from meshweave.report.diff import class_errors, diff_rows, diff_table, step_split
 from meshweave.report.simulation import class_totals, simulation_table
 from meshweave.report.spans import fold_numbers
-from meshweave.simulate.result import Simulation
 
 ALL_REDUCE = "bfloat16[2,4096,4096]: [{}, {}, {}] partial(sum: tp) -> [{}, {}, {}]"
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tests.report.samples import moves_of, sample
 
+from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import MeshweaveError
 from meshweave.report.html import html_page
-from meshweave.simulate.result import Simulation
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
 BROWSER = os.environ.get("MESHWEAVE_BROWSER") or next(filter(None, map(shutil.which, NAMES)), "")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.report.samples import sample
 
+from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import MeshweaveError
 from meshweave.report.trace import trace_json
-from meshweave.simulate.result import Simulation
 
 CASES = {
     "one role": lambda: (sample(),),

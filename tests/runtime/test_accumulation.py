@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import meshweave as mw
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
-from meshweave.hardware import load_profile
+from meshweave.cost.hardware import load_profile
 from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.liveness import peak_bytes

@@ -13,12 +13,12 @@ import torch
 from tests.layouts import all_layouts
 from tests.steps import Chain, check
 
-from meshweave.hardware import AlphaBeta
+from meshweave.cost.hardware import AlphaBeta
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.plan import plan_move
-from meshweave.movement.replay import replay
-from meshweave.movement.search import Order
+from meshweave.place.movement.plan import plan_move
+from meshweave.place.movement.replay import replay
+from meshweave.place.movement.search import Order
 
 MESHES = {
     "2x2": Mesh("a=2,b=2", devices=[3, 0, 2, 1]),

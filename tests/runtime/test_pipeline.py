@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import meshweave as mw
 from meshweave.errors import StepError
 from meshweave.ir.mesh import Mesh
-from meshweave.sharding.plans import Plan
+from meshweave.place.plans import Plan
 
 NESTEROV = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
 ADAM, ADAMW = partial(torch.optim.Adam, lr=0.01), partial(torch.optim.AdamW, lr=0.01)

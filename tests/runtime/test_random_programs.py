@@ -16,7 +16,7 @@ from meshweave.check.deadlock import check_deadlock
 from meshweave.errors import LayoutError, PlanError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.sharding.plans import Plan
+from meshweave.place.plans import Plan
 
 Op = tuple[Any, ...]
 

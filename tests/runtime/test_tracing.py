@@ -16,6 +16,7 @@ from torch import fx, nn
 
 import meshweave as mw
 from meshweave.capture.batch import Batch
+from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT, functional
 from meshweave.ir.graph import Input, Origin, Spec, op_name
@@ -26,7 +27,6 @@ from meshweave.runtime.cluster import shutdown
 from meshweave.runtime.executor import Task
 from meshweave.runtime.measured import measured
 from meshweave.runtime.tracing import Change, DeviceTrace, Event, HostClock, Recorder
-from meshweave.simulate.result import Simulation
 
 MESHES = ["", "dp=2", "tp=2", "fsdp=2,tp=2", "pp=2"]
 

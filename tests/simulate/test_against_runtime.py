@@ -14,11 +14,11 @@ from tests.models import hugging_face, mlp
 from torch import Tensor, fx, nn
 
 import meshweave as mw
-from meshweave.hardware import load_profile
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, local_values
-from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 Made = tuple[nn.Module, Any, Any]
 

@@ -12,14 +12,14 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.buckets import Member, group_members
+from meshweave.cost.simulate.tasks import Tasks, lower_tasks
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import load_profile
 from meshweave.ir.collectives import functional
 from meshweave.ir.graph import Origin, block_name, origin_of
 from meshweave.passes import pipeline_of
 from meshweave.program import Program
-from meshweave.simulate.buckets import Member, group_members
-from meshweave.simulate.tasks import Tasks, lower_tasks
 from meshweave.whatif import simulate
 
 BLOCKS, WIDTH = 4, 4096

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.event_clock import play_on_machine
 
+from meshweave.cost.simulate.clock import Slowdown, Times, Usage, Work, makespan, play
 from meshweave.errors import VerifyError
-from meshweave.simulate.clock import Slowdown, Times, Usage, Work, makespan, play
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import fx
 
+from meshweave.cost.simulate.exposure import Exposure, exposure_of
+from meshweave.cost.simulate.kernels import Kernel
+from meshweave.cost.simulate.step import times_of
+from meshweave.cost.simulate.tasks import RoleTasks, SimulatedTask, Tasks
 from meshweave.engine.machine import Schedule
 from meshweave.ir.collectives import WAIT, functional
 from meshweave.ir.graph import Origin, Spec
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, Value
-from meshweave.simulate.exposure import Exposure, exposure_of
-from meshweave.simulate.kernels import Kernel
-from meshweave.simulate.step import times_of
-from meshweave.simulate.tasks import RoleTasks, SimulatedTask, Tasks
 
 ALL_REDUCE = functional.all_reduce.default
 

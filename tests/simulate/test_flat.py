@@ -14,9 +14,9 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
-from meshweave.hardware import load_profile
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
 from meshweave.program import Program
-from meshweave.simulate.step import SimulateOptions, simulate_roles
 from meshweave.whatif import simulate
 
 

@@ -12,17 +12,17 @@ from tests.sequences import Shape, plain
 from torch import nn
 
 import meshweave as mw
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
+from meshweave.cost.simulate.classify import known_kind, work_of
+from meshweave.cost.simulate.kernels import Fusion, Kernel, kernels_of
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import load_profile
-from meshweave.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, Value, local_values
 from meshweave.ops.registry import TABLE
-from meshweave.simulate.classify import known_kind, work_of
-from meshweave.simulate.kernels import Fusion, Kernel, kernels_of
 
 
 def program(model: nn.Module, batch: object, loss: object, mesh: str = "") -> RankGraph:

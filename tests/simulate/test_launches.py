@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import meshweave as mw
-from meshweave.hardware import load_profile
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.result import Simulation
 from meshweave.program import Program
-from meshweave.simulate.result import Simulation
 from meshweave.whatif import simulate
 
 LAYERS = 8

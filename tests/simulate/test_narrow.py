@@ -9,12 +9,12 @@ import torch
 from tests.models import hugging_face
 
 import meshweave as mw
+from meshweave.cost.hardware.work import Matmul, MemoryWork
+from meshweave.cost.simulate.kernels import is_in_block, kernels_of
+from meshweave.cost.simulate.low_precision import Narrow
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.work import Matmul, MemoryWork
 from meshweave.ir.values import local_values
 from meshweave.program import Program
-from meshweave.simulate.kernels import is_in_block, kernels_of
-from meshweave.simulate.narrow import Narrow
 from meshweave.whatif import simulate
 
 FLOAT8 = torch.float8_e4m3fn

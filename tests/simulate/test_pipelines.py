@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.step import CaptureOptions, StepSource
-from meshweave.hardware import load_profile
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.pipelines import Pipeline, loss_exchange
+from meshweave.cost.simulate.result import Simulation
+from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
 from meshweave.program import Program
-from meshweave.simulate.pipelines import Pipeline, loss_exchange
-from meshweave.simulate.result import Simulation
-from meshweave.simulate.step import SimulateOptions, simulate_roles
 
 WIDTH = 4096
 FREE = load_profile("h100").scaled(bandwidth=1e9, latency=1e-9)

@@ -14,11 +14,11 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
+from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.pipelines import passes_of
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import load_profile
 from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
-from meshweave.simulate.pipelines import passes_of
 from meshweave.whatif import best_of, simulate
 
 

@@ -18,9 +18,9 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.ir.rank import RankGraph
 from meshweave.passes import Carry, Decompose, Keep, Overlap, Split, pipeline_of
+from meshweave.place.plan_text import plan_of
 from meshweave.program import Program
 from meshweave.search import Gathered, alone
-from meshweave.sharding.plan_text import plan_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from torch._inductor.utils import run_and_get_code
 import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import WAIT, collective_of, functional
+from meshweave.optimize.overlap import OverlapReport
 from meshweave.passes import Overlap
-from meshweave.schedule import OverlapReport
 from meshweave.torch_compile import backend, inductor_pass
 from meshweave.torch_compile.inductor import GraphPasses, HoldOrder, patches
 from meshweave.torch_compile.scheduling import BackendSettings

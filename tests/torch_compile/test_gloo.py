@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshweave.ir.collectives import WAIT, functional
+from meshweave.optimize.overlap import OverlapReport
 from meshweave.runtime.cluster import init_from_env, shutdown
-from meshweave.schedule import OverlapReport
 from meshweave.torch_compile import backend
 from meshweave.torch_compile.fsdp import shard_in_graph
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import functional
+from meshweave.optimize.batch_split import SplitReport
+from meshweave.optimize.decompose import DecomposeReport
+from meshweave.optimize.overlap import OverlapReport
 from meshweave.passes import Decompose, Overlap, Split
-from meshweave.rings import DecomposeReport
-from meshweave.rows import SplitReport
-from meshweave.schedule import OverlapReport
 from meshweave.torch_compile import backend
 from meshweave.torch_compile.agreement import communications, world_agreement
 from meshweave.torch_compile.inductor import patches

@@ -195,7 +195,7 @@ def _until_reduced(node: fx.Node) -> Iterator[fx.Node]:
     """A matmul and the values that its result alone becomes by views, pins and additions (of a bias, of the residual
     stream).
 
-    A partial value with a single user flows on, and is reduced where it gets several users (see sharding/place.py): the
+    A partial value with a single user flows on, and is reduced where it gets several users (see place/place.py): the
     last of these values is the sum over devices. Saving the matmul's own result would save a single part of it, and
     giving it a second user would reduce it elsewhere.
     """

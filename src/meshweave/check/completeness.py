@@ -14,16 +14,16 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.buckets.unmerge import unmerge_buckets
 from meshweave.check.numbers import concatenated
 from meshweave.check.role_replay import Known, ReplayedValue, RoleReplay, first_layout
 from meshweave.errors import LayoutError, VerifyError
-from meshweave.gathers.carry import remove_carries
 from meshweave.ir import ops
 from meshweave.ir.collectives import STARTS, transfer
 from meshweave.ir.graph import StepGraph, op_name, origin_of, output_node, spec_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.sparse import sparse_scatter
+from meshweave.optimize.overlap.unmerge import unmerge_buckets
+from meshweave.optimize.prefetch.carry import remove_carries
 from meshweave.replay.communication import EXCHANGES, SPARSE, apart, check_messages, group_ids, groups_among, together
 from meshweave.replay.holdings import Holding, pending_of
 

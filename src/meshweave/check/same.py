@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.buckets.unmerge import unmerge_buckets
 from meshweave.errors import VerifyError
-from meshweave.gathers.carry import remove_carries
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph
+from meshweave.optimize.overlap.unmerge import unmerge_buckets
+from meshweave.optimize.prefetch.carry import remove_carries
 
 Forms = dict[Any, int]  # op, group and arguments -> number of the resulting value
 

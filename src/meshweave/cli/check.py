@@ -16,12 +16,12 @@ from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
+from meshweave.place.plan_text import parse_plan
+from meshweave.place.plans import Plan
 from meshweave.report import tables
 from meshweave.report.moves import rounded_sums
 from meshweave.runtime.cluster import check_devices, make_world
 from meshweave.runtime.world import LocalWorld
-from meshweave.sharding.plan_text import parse_plan
-from meshweave.sharding.plans import Plan
 from meshweave.train_step import TrainStep
 
 

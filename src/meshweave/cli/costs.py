@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from meshweave.cost.hardware import AlphaBeta, Costs, MachineProfile, load_profile
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import AlphaBeta, Costs, MachineProfile, load_profile
 
 
 def parse_costs(text: str, axes: Iterable[str]) -> Costs:

@@ -17,16 +17,16 @@ from meshweave.capture.step import CaptureOptions, Precision, StepSource
 from meshweave.cli.command import Options, argument, option
 from meshweave.cli.costs import parse_costs, parse_machine
 from meshweave.cli.screen import Screen, Stage
+from meshweave.cost.hardware import MachineProfile, profile_names
+from meshweave.cost.simulate.kernels import Fusion
 from meshweave.errors import MeshweaveError
-from meshweave.hardware import MachineProfile, profile_names
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import Pipeline, pipeline_of
+from meshweave.place.plan_text import data_parallel_size, parse_plan
+from meshweave.place.plans import Plan
 from meshweave.program import Program
-from meshweave.regions.compiler import BackendName
+from meshweave.runtime.regions.compiler import BackendName
 from meshweave.runtime.session import RunOptions, SessionSettings
-from meshweave.sharding.plan_text import data_parallel_size, parse_plan
-from meshweave.sharding.plans import Plan
-from meshweave.simulate.kernels import Fusion
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 OptimizerName = Literal["sgd", "adam", "adamw"]

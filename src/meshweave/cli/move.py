@@ -16,7 +16,7 @@ from meshweave.cli.screen import Screen, picked
 from meshweave.errors import MeshweaveError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.plan import MovePlan, plan_move
+from meshweave.place.movement.plan import MovePlan, plan_move
 from meshweave.report.tables import bytes_text, plain_table
 
 Order = Literal["sound", "strict", "any"]

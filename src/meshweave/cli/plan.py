@@ -10,17 +10,17 @@ from rich.markup import escape
 from torch import fx
 
 from meshweave import whatif
-from meshweave.buckets.unmerge import merged_results
 from meshweave.cli.command import option
 from meshweave.cli.job import MachineOptions, MeshStepOptions, compiled_unrun
 from meshweave.cli.screen import Screen, picked
+from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import origin_of
+from meshweave.optimize.overlap.unmerge import merged_results
 from meshweave.program import Program
 from meshweave.report import tables
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.report.tables import bytes_text
-from meshweave.simulate.result import Simulation, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,12 @@ from meshweave.capture.sources import Source
 from meshweave.cli.command import option
 from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen, check_outputs, rank, write_text
+from meshweave.cost.simulate.result import Simulation
 from meshweave.ir.mesh import Mesh
+from meshweave.place.plan_text import parse_plan
 from meshweave.report.html import html_page
 from meshweave.report.moves import move_rows
 from meshweave.runtime.cluster import make_world
-from meshweave.sharding.plan_text import parse_plan
-from meshweave.simulate.result import Simulation
 from meshweave.train_step import TrainStep
 from meshweave.whatif import simulate
 

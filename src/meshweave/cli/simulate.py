@@ -15,6 +15,9 @@ from meshweave import whatif
 from meshweave.cli.command import option
 from meshweave.cli.job import MachineOptions, parse_bytes
 from meshweave.cli.screen import Screen, check_outputs, picked, write_text
+from meshweave.cost.simulate.buckets import OF_BLOCKS
+from meshweave.cost.simulate.pipelines import Pipeline
+from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import MeshweaveError
 from meshweave.passes import Overlap
 from meshweave.program import Program
@@ -24,9 +27,6 @@ from meshweave.report.moves import move_rows
 from meshweave.report.simulation import simulation_table
 from meshweave.report.tables import bytes_text, plain_table
 from meshweave.report.trace import trace_json
-from meshweave.simulate.buckets import OF_BLOCKS
-from meshweave.simulate.pipelines import Pipeline
-from meshweave.simulate.result import Simulation
 from meshweave.whatif import best_of
 
 MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]

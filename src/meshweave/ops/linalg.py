@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import fx
 
-from meshweave.hardware.work import Matmul
+from meshweave.cost.hardware.work import Matmul
 from meshweave.ir.graph import spec_of, tensor_inputs
 from meshweave.ir.values import Value
 from meshweave.ops.factors import Dim, Rule, RuleBuilder

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx
 
+from meshweave.cost.hardware.schema import KINDS
+from meshweave.cost.hardware.work import Work
 from meshweave.errors import RuleError
-from meshweave.hardware.schema import KINDS
-from meshweave.hardware.work import Work
 from meshweave.interop.ops import OpOverload, is_operator, only_overload
 from meshweave.ir.graph import Spec, op_name, origin_of, tensor_inputs
 from meshweave.ir.traits import is_pointwise
@@ -74,8 +74,9 @@ def register_rule(
     sums may pass through (each alone). The op runs on pieces unchanged. Registering again replaces the row.
 
     cost: how the simulator prices the op: a kind of memory work ("pointwise", "reduction", "gather", ...: operands are
-        read and results written), or a function (node, operands, results) -> `meshweave.hardware` Matmul, Attention or
-        Memory, or a tuple of them. Without a cost it is priced by the bytes that it moves, and a note says so.
+        read and results written), or a function (node, operands, results) -> a Matmul, Attention or Memory of
+        `meshweave.cost.hardware`, or a tuple of them. Without a cost it is priced by the bytes that it moves,
+        and a note says so.
     backward: the op that computes the gradients, called with the gradients of all results and then all tensor operands,
         and returning the gradient of each operand. Its rule follows from `rule`, which must be text; it has the same
         cost. Register a backward op of another form by itself; a backward of known ops needs nothing.

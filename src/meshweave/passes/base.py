@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 from torch import fx
 
 from meshweave.capture.recompute import Cuts
+from meshweave.cost.simulate.step import compute_seconds_of_step, seconds_of_step
 from meshweave.ir.device_program import R, Rewrite, rewrite_role
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank
-from meshweave.simulate.step import compute_seconds_of_step, seconds_of_step
 
 Numerics = Literal["exact", "reassociates"]  # of sums over devices or rows: in the same order, or in another
 Stage = Literal["captured", "expanded", "written", "ordered"]

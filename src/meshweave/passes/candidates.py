@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import fx
 
+from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.passes.base import Pass, PassProgram, Report
-from meshweave.schedule.decide import NoOrderError
 from meshweave.search import AS_IT_IS, Budget, Candidate, Search
 
 Progress = Callable[[str], None]

@@ -13,11 +13,11 @@ from torch import fx
 from meshweave.errors import VerifyError
 from meshweave.ir.device_program import R, Rewrite, graph_program
 from meshweave.ir.graph import output_node
-from meshweave.problem.figures import Agree, CostNumbers, fingerprint
-from meshweave.problem.read import read_problem
-from meshweave.rings.lower import rewrite_graph
-from meshweave.schedule import overlap
-from meshweave.schedule.decide import NoOrderError, OverlapOptions
+from meshweave.optimize.decompose.lower import rewrite_graph
+from meshweave.optimize.overlap import overlap
+from meshweave.optimize.overlap.decide import NoOrderError, OverlapOptions
+from meshweave.optimize.overlap.figures import Agree, CostNumbers, fingerprint
+from meshweave.optimize.overlap.read import read_problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,18 @@ from typing import Any
 from meshweave.check.completeness import Completeness, check_complete
 from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.check.same import check_same
+from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.errors import MeshweaveError, VerifyError
-from meshweave.gathers.keep import KeepReport
-from meshweave.hardware import Costs, MachineProfile
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank, verify_step
+from meshweave.optimize.batch_split import SplitReport
+from meshweave.optimize.decompose import DecomposeReport, prove_rings
+from meshweave.optimize.overlap import OverlapReport
+from meshweave.optimize.overlap.decide import NoOrderError
+from meshweave.optimize.prefetch.keep import KeepReport
 from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Stage
 from meshweave.passes.candidates import Progress, run_passes
-from meshweave.rings import DecomposeReport, prove_rings
-from meshweave.rows import SplitReport
-from meshweave.schedule import OverlapReport
-from meshweave.schedule.decide import NoOrderError
 from meshweave.search import AS_IT_IS, Budget, Candidate, Gathered
 
 

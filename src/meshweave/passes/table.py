@@ -11,19 +11,19 @@ from meshweave.capture.blocks import has_blocks
 from meshweave.capture.recompute import check_policy, recompute
 from meshweave.capture.recompute_check import check_recompute
 from meshweave.check.same import check_same
+from meshweave.cost.hardware import Costs
 from meshweave.errors import MeshweaveError
-from meshweave.gathers.keep import KeepReport, keep
-from meshweave.gathers.prefetch import prefetch
-from meshweave.hardware import Costs
 from meshweave.ir.rank import copied
+from meshweave.optimize.batch_split import SplitReport, split_program
+from meshweave.optimize.decompose import DecomposeOptions, DecomposeReport, decompose, decompose_graph
+from meshweave.optimize.decompose.attention import AttentionReport, ring_attention
+from meshweave.optimize.overlap import OverlapOptions, OverlapReport, overlap
+from meshweave.optimize.overlap.decide import cap_of
+from meshweave.optimize.overlap.steps import Scheduling, overlap_roles
+from meshweave.optimize.prefetch.gather_ahead import prefetch
+from meshweave.optimize.prefetch.keep import KeepReport, keep
 from meshweave.passes.base import CapturedProgram, MeshProgram, Numerics, Pass, PassProgram, Report, Scope, Stage
 from meshweave.passes.graph_program import GraphProgram
-from meshweave.rings import DecomposeOptions, DecomposeReport, decompose, decompose_graph
-from meshweave.rings.attention import AttentionReport, ring_attention
-from meshweave.rows import SplitReport, split_program
-from meshweave.schedule import OverlapOptions, OverlapReport, overlap
-from meshweave.schedule.decide import cap_of
-from meshweave.schedule.steps import Scheduling, overlap_roles
 
 Q = TypeVar("Q", bound=PassProgram)
 

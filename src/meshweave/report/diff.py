@@ -9,10 +9,10 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError
 from meshweave.report.spans import COMPUTE_CLASSES, class_of, fold_numbers
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table
-from meshweave.simulate.result import Simulation, Span
 
 _SHOWN_SECONDS = 5e-7  # smaller changes do not count: milliseconds are shown with three decimals
 _PHASES = ("forward", "loss", "backward", "update")

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.report.diff import class_errors, diff_rows, step_split
 from meshweave.report.moves import MoveRow
 from meshweave.report.spans import class_of, exposed_stretches, fold_numbers, lanes_of, nanoseconds
-from meshweave.simulate.result import RoleResult, Simulation, Span
 
 _NUM_NAMES = 24  # listed graph nodes of a fused kernel; if there are more, their number is shown
 _COLUMNS = (

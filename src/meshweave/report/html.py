@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 
+from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import MeshweaveError
 from meshweave.report.encode import page_data
 from meshweave.report.moves import MoveRow
-from meshweave.simulate.result import Simulation
 
 # In order of dependency; together they form a function.
 _SCRIPTS = (

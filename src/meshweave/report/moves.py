@@ -11,8 +11,8 @@ from meshweave.ir import ops
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.movement.plan import MovePlan
-from meshweave.movement.steps import Step
+from meshweave.place.movement.plan import MovePlan
+from meshweave.place.movement.steps import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

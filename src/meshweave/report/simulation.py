@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.report.spans import COMPUTE_CLASSES, class_of, fold_numbers
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table, short_line
-from meshweave.simulate.result import Simulation, Span
 
 _NUM_EXPOSED = 10  # communications listed
 

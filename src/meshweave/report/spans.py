@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshweave.simulate.result import Simulation, Span
+from meshweave.cost.simulate.result import Simulation, Span
 
 COMPUTE_CLASSES = ("matmul", "attention", "memory", "host")
 NANOSECONDS = 1e9  # per second; reports are rounded to whole nanoseconds

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.errors import MeshweaveError
 from meshweave.report.spans import class_of, exposed_stretches, lanes_of, nanoseconds
-from meshweave.simulate.result import RoleResult, Simulation, Span
 
 Event = dict[str, Any]
 

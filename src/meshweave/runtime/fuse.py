@@ -13,10 +13,10 @@ from torch import fx
 
 from meshweave.interop.lazy import load_inductor
 from meshweave.ir.rank import RankGraph
-from meshweave.regions.compiler import BackendName, Planned, RegionCompiler
-from meshweave.regions.process import give_way
 from meshweave.runtime.cluster import on_any
 from meshweave.runtime.executor import Fuse, Fused, Step
+from meshweave.runtime.regions.compiler import BackendName, Planned, RegionCompiler
+from meshweave.runtime.regions.process import give_way
 from meshweave.runtime.world import World
 
 _LOOK_AGAIN = 1.2

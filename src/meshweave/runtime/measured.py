@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from meshweave.cost.hardware.collectives import bytes_received
+from meshweave.cost.hardware.work import Attention, Matmul
+from meshweave.cost.simulate.classify import operand_values, work_of
+from meshweave.cost.simulate.exposure import covered_seconds
+from meshweave.cost.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.collectives import bytes_received
-from meshweave.hardware.work import Attention, Matmul
 from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph, distinct_operands
 from meshweave.ir.values import Local, local_values
 from meshweave.runtime.tracing import DeviceTrace, Event
-from meshweave.simulate.classify import operand_values, work_of
-from meshweave.simulate.exposure import covered_seconds
-from meshweave.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 
 KINDS = ("param", "grad", "state")
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in simulated steps

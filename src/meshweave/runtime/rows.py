@@ -17,12 +17,12 @@ from meshweave.errors import LayoutError, PlanError, StepError
 from meshweave.interop.process_groups import store_of_job
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.place.plan_text import plan_of
+from meshweave.place.plans import Plan
+from meshweave.place.resolve import batch_axes
 from meshweave.runtime.fingerprint import fingerprint
 from meshweave.runtime.hub import named
 from meshweave.runtime.together import join
-from meshweave.sharding.plan_text import plan_of
-from meshweave.sharding.plans import Plan
-from meshweave.sharding.resolve import batch_axes
 
 BATCHES = ("global", "local")
 ALWAYS_FIRST = 16  # the first calls, in all of which batches are compared

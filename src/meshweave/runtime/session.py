@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import LayoutError, PlanError, StepError
 from meshweave.ir.graph import Spec
 from meshweave.ir.rank import RankGraph
-from meshweave.regions.compiler import BackendName, RegionCompiler, checked_backend
 from meshweave.runtime.allocator import compacted
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries
@@ -32,6 +32,7 @@ from meshweave.runtime.inputs import Inputs, numbers_on
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.recorded import can_be_recorded
+from meshweave.runtime.regions.compiler import BackendName, RegionCompiler, checked_backend
 from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
@@ -40,7 +41,6 @@ from meshweave.runtime.watch import POLL
 from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
 from meshweave.runtime.world import World
-from meshweave.simulate.result import Simulation
 
 Done = Callable[[], None] | None
 # The user's calls that return full tensors of each kind.

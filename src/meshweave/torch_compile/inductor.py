@@ -33,7 +33,7 @@ from meshweave.interop.inductor import (
 )
 from meshweave.passes import Decompose
 from meshweave.passes.base import Scope
-from meshweave.regions.libraries import Libraries, choose_in
+from meshweave.runtime.regions.libraries import Libraries, choose_in
 from meshweave.torch_compile.scheduling import BackendSettings
 
 # Inductor's own overlap and bucketing (torch 2.13, _inductor/config.py), and the value that switches each off.

@@ -15,22 +15,22 @@ import torch
 from torch import fx
 
 import meshweave.errors
+from meshweave.cost.hardware.load import load_profile
+from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.errors import MeshweaveError
-from meshweave.hardware.load import load_profile
-from meshweave.hardware.profile import MachineProfile
 from meshweave.interop.fake import unset_fake_temporarily
 from meshweave.interop.graphs import lazy_module_like
 from meshweave.interop.process_groups import is_in_job, ranks_of_groups
 from meshweave.ir.collectives import collective_of
 from meshweave.ir.graph import copied_graph, output_node
+from meshweave.optimize.batch_split import SplitReport
+from meshweave.optimize.overlap import OverlapReport
+from meshweave.optimize.overlap.decide import OverlapOptions
 from meshweave.passes import GraphProgram, Overlap, Pass, pipeline_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
 from meshweave.passes.options import PassesArgument
 from meshweave.passes.table import GROUPS
-from meshweave.rows import SplitReport
-from meshweave.schedule import OverlapReport
-from meshweave.schedule.decide import OverlapOptions
 from meshweave.search import Candidate
 from meshweave.torch_compile.agreement import (
     TIMEOUT_SECONDS,

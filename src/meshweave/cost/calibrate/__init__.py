@@ -1,0 +1,20 @@
+"""Measures this machine into a profile file: ops as meshweave's executor runs them, communications as its communicator
+runs them, on all processes of a job at the same time."""
+
+from meshweave.cost.calibrate.automatic import ALPHA_BETA, AUTO, ChosenCosts, costs_for
+from meshweave.cost.calibrate.figures import ErrorRow
+from meshweave.cost.calibrate.measure import BRIEF, FULL, QUICK, Calibration, MeasurementPlan, calibrate
+
+__all__ = [
+    "ALPHA_BETA",
+    "AUTO",
+    "BRIEF",
+    "FULL",
+    "QUICK",
+    "Calibration",
+    "ChosenCosts",
+    "ErrorRow",
+    "MeasurementPlan",
+    "calibrate",
+    "costs_for",
+]

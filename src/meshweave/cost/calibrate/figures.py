@@ -1,0 +1,237 @@
+"""Measured times as a machine profile: the figures of its file, and their errors on held-out points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from meshweave.cost.calibrate.links import Contention, MeasuredGroup, MeasuredLink
+from meshweave.cost.calibrate.ops import Measured
+from meshweave.cost.hardware.fitted import along
+from meshweave.cost.hardware.load import parse_profile
+from meshweave.cost.hardware.profile import MachineProfile
+from meshweave.cost.hardware.schema import DTYPES, KINDS
+from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
+
+Row = tuple[float, ...]
+_Key = tuple[str, str, int]  # op, level of links, group size
+_MOST_NOISE = 1.3  # between times that are the same, measured briefly on a machine that does other things too
+_SAME_SIZE = 1.1  # ops of a kind have byte counts that differ by less than the steps between sizes
+W = TypeVar("W", Matmul, Attention)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """Known facts of the machine: memory of a process in bytes, and how much of it is in use before any tensor is."""
+
+    name: str
+    version: str
+    summary: str
+    command: str
+    devices_per_node: int
+    memory_bytes: float
+    reserved_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """All measurements. `contentions` are by level of links."""
+
+    ops: tuple[Measured, ...]
+    links: tuple[MeasuredLink, ...] = ()
+    contentions: tuple[Contention, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """Relative errors of a class on held-out points: 0.1 is 10%."""
+
+    label: str
+    num_points: int
+    median: float
+    worst: float
+
+
+def profile_text(
+    machine: MachineFacts, figures: Measurements, places: Sequence[MeasuredGroup]
+) -> tuple[str, tuple[ErrorRow, ...]]:
+    """The profile's TOML file, and its errors, which are in it too."""
+    text = _body(machine, figures)
+    rows = error_rows(parse_profile(text, machine.name), figures, places)
+    tables = [
+        f'[[errors]]\nkind = "{row.label}"\nnum_points = {row.num_points}\n'
+        f"median = {_number(row.median)}\nworst = {_number(row.worst)}\n"
+        for row in rows
+    ]
+    head = "# Relative errors on points that are not part of the figures above: 0.1 is 10%.\n"
+    return text + ("\n" + head + "\n".join(tables) if tables else ""), rows
+
+
+def error_rows(profile: MachineProfile, figures: Measurements, places: Sequence[MeasuredGroup]) -> tuple[ErrorRow, ...]:
+    """Errors of the profile on held-out points, class by class."""
+    errors: dict[str, list[float]] = {}
+    for op in figures.ops:
+        if op.is_held_out:
+            predicted = profile.compute_seconds(op.work)
+            errors.setdefault(op.label, []).append(abs(predicted / op.seconds - 1.0))
+    where = {(place.level, place.size): place for place in places}
+    for link in figures.links:
+        if link.is_held_out:
+            place = where[link.level, link.group_size]
+            predicted = profile.seconds(link.op, place.mesh, place.axes, link.local_bytes)
+            label = f"{link.op}, {link.group_size} {'in a node' if link.level == 'node' else 'nodes'}"
+            errors.setdefault(label, []).append(abs(predicted / link.seconds - 1.0))
+    return tuple(ErrorRow(label, len(relative), median(relative), max(relative)) for label, relative in errors.items())
+
+
+def _body(machine: MachineFacts, figures: Measurements) -> str:
+    fitted = [sample for sample in figures.ops if not sample.is_held_out]
+    matmuls = [(sample.work, sample.seconds) for sample in fitted if isinstance(sample.work, Matmul)]
+    memory = [
+        (sample.work, sample) for sample in fitted if isinstance(sample.work, MemoryWork) and sample.label != "launch"
+    ]
+    launch = next(sample.seconds for sample in fitted if sample.label == "launch")
+    copies = [work.bytes / sample.seconds for work, sample in memory if work.kind == "copy"]
+    bandwidth = max(copies)
+    parts = [
+        f"# Measured by `{machine.command}`.\n# {machine.summary}\n",
+        f'name = "{machine.name}"\nversion = "{machine.version}"\nsource = "measured"\n'
+        f'summary = "{machine.summary}"\ndevices_per_node = {machine.devices_per_node}\n'
+        'fusion = "none"\n'
+        f"launch_s = {_number(launch)}  # an op on 4 elements\n",
+        f"[memory]\nbytes = {_number(machine.memory_bytes)}\n"
+        f"reserved_bytes = {_number(machine.reserved_bytes)}  # of the process before it had tensors\n"
+        f"reserved_fraction = 0.0\nbandwidth = {_number(bandwidth)}  # the fastest copy, read and written\n",
+        *_memory_tables(memory),
+        "[peak]  # the fastest matmul\n" + "".join(_peaks(matmuls)),
+        "[matmul]\n",
+        *_matmul_tables(matmuls),
+        "[attention]\n",
+        *_attention_tables([(sample.work, sample.seconds) for sample in fitted if isinstance(sample.work, Attention)]),
+        *_link_tables(figures, bandwidth),
+    ]
+    return "\n".join(parts)
+
+
+def _memory_tables(samples: Sequence[tuple[MemoryWork, Measured]]) -> Iterable[str]:
+    for kind in KINDS:
+        rows = [(float(work.bytes), sample.seconds, sample.weight) for work, sample in samples if work.kind == kind]
+        if rows:
+            yield f'[[memory.measured]]  # bytes read and written, seconds\nkind = "{kind}"\n{_points(_rising(rows))}'
+
+
+def _peaks(samples: Sequence[tuple[Matmul, float]]) -> Iterable[str]:
+    for name, own in _by_dtype(samples):
+        yield f"{name} = {_number(max(work.flops / seconds for work, seconds in own))}\n"
+
+
+def _matmul_tables(samples: Sequence[tuple[Matmul, float]]) -> Iterable[str]:
+    for name, own in _by_dtype(samples):
+        rows = [(w.m, w.n, w.k, w.batch, seconds) for w, seconds in own]
+        yield f'[[matmul.measured]]  # m, n, k, batch, seconds\ndtype = "{name}"\n{_points(rows)}'
+
+
+def _attention_tables(samples: Sequence[tuple[Attention, float]]) -> Iterable[str]:
+    for direction in ("forward", "backward"):
+        for name, own in _by_dtype([f for f in samples if f[0].is_backward == (direction == "backward")]):
+            rows = [(w.heads, w.queries, w.keys, w.head_dim, int(w.is_causal), seconds) for w, seconds in own]
+            head = "[[attention.measured]]  # heads (batch times heads), queries, keys, head_dim, causal, seconds"
+            yield f'{head}\ndtype = "{name}"\ndirection = "{direction}"\n{_points(rows)}'
+
+
+def _by_dtype(samples: Sequence[tuple[W, float]]) -> Iterable[tuple[str, list[tuple[W, float]]]]:
+    for name in DTYPES:
+        own = [(work, seconds) for work, seconds in samples if work.dtype is getattr(torch, name)]
+        if own:
+            yield name, own
+
+
+def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str]:
+    beside = {level: Contention(level) for level in ("node", "net")} | {own.level: own for own in figures.contentions}
+    for level, contention in beside.items():
+        samples = [sample for sample in figures.links if sample.level == level]
+        if samples:
+            fastest = max(sample.received for sample in samples)
+            comment = "the most that a device received"
+        elif level == "node":
+            fastest, comment = memory_bandwidth, "not measured: no link beats the memory; without collectives no price"
+        else:
+            continue
+        yield (
+            f"[links.{level}]\nbandwidth = {_number(fastest)}  # {comment}\nefficiency = 1.0\n"
+            f"compute_slowdown = {_number(contention.slowdown)}\n"
+        )
+    samples_of: dict[_Key, list[MeasuredLink]] = {}
+    for sample in figures.links:
+        samples_of.setdefault((sample.op, sample.level, sample.group_size), []).append(sample)
+    curves = {
+        key: _rising([(float(x.local_bytes), x.seconds, 1.0) for x in own if not x.is_held_out])
+        for key, own in samples_of.items()
+    }
+    for (op, level, size), own in samples_of.items():
+        head = "[[collectives]]  # bytes of the local input, seconds"
+        share, least = _host(own)
+        named = f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\n'
+        named += f"host = {_number(share)}\nhost_s = {_number(max(least, beside[level].seconds))}\n"
+        yield f"{named}{_points(_whole(curves, (op, level, size)))}"
+
+
+def _whole(curves: Mapping[_Key, list[Row]], key: _Key) -> list[Row]:
+    """A curve. An all-reduce takes what a reduce-scatter and an all-gather take without the start-up of one of them,
+    unless it is faster, or slower by more than the error of measured times: noise must not make two collectives of
+    one."""
+    op, level, size = key
+    scatter, gather = (curves.get((part, level, size)) for part in ("reduce_scatter", "all_gather"))
+    if op != "all_reduce" or not scatter or not gather:
+        return curves[key]
+    own, rows = curves[key], list[Row]()
+    start_up = min(scatter[0][1], gather[0][1])
+    for num_bytes in sorted({x for x, _ in (*own, *scatter) if x <= own[-1][0]}):
+        seconds, parts = along(own, num_bytes), along(scatter, num_bytes) + along(gather, num_bytes / size)
+        if seconds <= parts * _MOST_NOISE:
+            seconds = min(seconds, parts - start_up)
+        rows.append((num_bytes, max(seconds, rows[-1][1] if rows else 0.0)))
+    return rows
+
+
+def _host(samples: Sequence[MeasuredLink]) -> tuple[float, float]:
+    """The caller's share of the time, and its minimum time: that of the size where it is least, and over all sizes the
+    caller's time beyond that relative to the total seconds."""
+    spent = [sample.host * sample.seconds for sample in samples]
+    least = min(spent)
+    return sum(own - least for own in spent) / sum(sample.seconds for sample in samples), least
+
+
+def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:
+    """Bytes and seconds in rising order, monotonic in both, from (bytes, seconds, weight). Several ops of nearly the
+    same size form a row, by their weighted mean."""
+    groups: list[list[tuple[float, float, float]]] = []
+    for row in sorted(rows):
+        if groups and row[0] < groups[-1][0][0] * _SAME_SIZE:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    rising: list[Row] = []
+    longest = 0.0
+    for group in groups:
+        total = sum(weight for *_, weight in group)
+        size, seconds = (sum(row[i] * row[2] for row in group) / total for i in (0, 1))
+        longest = max(longest, seconds)
+        rising.append((float(round(size)), longest))
+    return rising
+
+
+def _points(rows: Iterable[Row]) -> str:
+    lines = "".join(f"  [{', '.join(map(_number, row))}],\n" for row in rows)
+    return f"points = [\n{lines}]\n"
+
+
+def _number(value: float) -> str:
+    """Four digits, in TOML syntax; whole numbers unchanged."""
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.4g}"

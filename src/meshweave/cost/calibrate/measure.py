@@ -1,0 +1,262 @@
+"""What a calibration measures, and how the processes of a job measure together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshweave.cost.calibrate.cases import (
+    SHAPES,
+    Grid,
+    Pool,
+    Sizes,
+    attention_cases,
+    batched_cases,
+    matmul_cases,
+    memory_cases,
+    tiny_cases,
+)
+from meshweave.cost.calibrate.figures import ErrorRow, MachineFacts, Measurements, profile_text
+from meshweave.cost.calibrate.links import LinkTimer, MeasuredGroup, contention, places, time_links
+from meshweave.cost.calibrate.ops import ALONE, Effort, OpCase, Peers, RepeatedOp, time_ops
+from meshweave.errors import MeshError
+from meshweave.ir.mesh import Mesh
+from meshweave.runtime.cluster import ClusterWorld
+from meshweave.runtime.regions.libraries import Libraries
+
+_KIB, _MIB = 1 << 10, 1 << 20
+# glibc returns a freed block to the system until a block of that size was freed once (M_MMAP_THRESHOLD, mallopt(3): its
+# dynamic limit is 32 MiB); a running step has freed larger blocks.
+_ALLOCATED_BEFORE = 32 * _MIB - 4096
+_LEAST_POOL = 64 * _MIB  # has room for the operands of any matmul and attention many times
+# Received beside compute: a small tensor, and a layer's gradients.
+_BESIDE_BYTES = (64 * _KIB, 4 * _MIB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasurementPlan:
+    """What is measured and how often. Sizes are bytes read and written (memory) or received (links)."""
+
+    ops: Effort
+    links: Effort
+    matmul_sizes: tuple[int, ...]
+    other_sizes: tuple[int, ...]  # of dtypes beside float32
+    max_flops: float
+    held_out_shapes: tuple[tuple[int, int, int], ...]
+    attention: tuple[Sizes, ...]
+    memory: tuple[int, ...]
+    held_out_memory: tuple[int, ...]
+    received: tuple[int, ...]
+    held_out_received: tuple[int, ...]
+    is_quick: bool = False
+
+
+FULL = MeasurementPlan(
+    ops=Effort(11, 2.0),
+    links=Effort(11, 1.5),
+    matmul_sizes=(16, 64, 256, 768, 2048),
+    other_sizes=(32, 256, 1024),
+    max_flops=4e9,
+    held_out_shapes=SHAPES,
+    attention=((1, 2, 64, 64), (4, 4, 64, 64), (2, 8, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64), (1, 4, 1024, 64),
+     (2, 4, 128, 32), (2, 4, 128, 128), (1, 4, 512, 128)),
+    memory=tuple(_KIB << i for i in (0, 3, 5, 7, 9, 10, 11, 12, 13, 14, 15, 16, 18)),
+    held_out_memory=tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000, 96000)),
+    received=tuple(_KIB << i for i in (0, 2, 4, 6, 8, 10, 12, 14, 16)),
+    held_out_received=tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000)),
+)  # fmt: skip
+QUICK = MeasurementPlan(
+    ops=Effort(7, 0.5),
+    links=Effort(9, 0.5),
+    matmul_sizes=(16, 96, 384, 1536),
+    other_sizes=(64, 512),
+    max_flops=1.5e9,
+    held_out_shapes=SHAPES,
+    attention=((4, 4, 64, 64), (1, 8, 256, 64), (1, 4, 512, 64), (2, 4, 128, 128)),
+    memory=tuple(_KIB << i for i in (0, 4, 7, 9, 11, 13, 15, 17)),
+    held_out_memory=tuple(_KIB * n for n in (24, 1500, 24000)),
+    received=tuple(_KIB << i for i in (0, 5, 8, 11, 14)),
+    held_out_received=tuple(_KIB * n for n in (24, 1500)),
+    is_quick=True,
+)
+# What a job measures by default before its first step: float32, nothing held out, for a few seconds at most. For links,
+# the sizes between those dominated by start-up and those dominated by bytes.
+BRIEF = MeasurementPlan(
+    ops=Effort(5, 0.06, most_seconds=4.0),
+    links=Effort(5, 0.12, host_rounds=1, most_seconds=4.0),
+    matmul_sizes=(16, 128, 512, 1024),
+    other_sizes=(64,),
+    max_flops=1e9,
+    held_out_shapes=(),
+    attention=((4, 4, 64, 64), (1, 8, 256, 64)),
+    memory=tuple(_KIB << i for i in (0, 6, 9, 11, 14)),
+    held_out_memory=(),
+    received=tuple(_KIB << i for i in (0, 5, 9, 12)),
+    held_out_received=(),
+    is_quick=True,
+)
+_HELD_OUT_ATTENTION: tuple[Sizes, ...] = ((2, 4, 96, 64), (1, 4, 384, 64), (3, 4, 64, 48))
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`text` is the profile's file, `errors` its errors on held-out points, class by class."""
+
+    text: str
+    errors: tuple[ErrorRow, ...]
+
+
+def calibrate(
+    plan: MeasurementPlan,
+    name: str,
+    command: str,
+    device: torch.device,
+    say: Callable[[str], None] = lambda stage: None,
+    libraries: Libraries | None = None,
+) -> Calibration:
+    """Measure this process's device; in a job of torch.distributed all ranks call it together, links are measured too,
+    and every rank gets the same result. `command` is recorded in the file as its origin. Matmuls are those of
+    `libraries`, by default those of a compiled step. Raises MeshError if nodes have different numbers of processes.
+    """
+    reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # KiB on Linux
+    world = ClusterWorld(Mesh(d=dist.get_world_size()), device) if dist.is_initialized() else None
+    if world is None:
+        return _Measurement(plan, device, None, libraries, say).run(name, command, reserved)
+    try:
+        with world.guard():
+            return _Measurement(plan, device, world, libraries, say).run(name, command, reserved)
+    finally:
+        world.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Measurement:
+    plan: MeasurementPlan
+    device: torch.device
+    world: ClusterWorld | None
+    libraries: Libraries | None
+    say: Callable[[str], None]
+
+    def run(self, name: str, command: str, reserved: float) -> Calibration:
+        plan, device, world = self.plan, self.device, self.world
+        peers = ALONE if world is None else peers_of(world)
+        num_ranks = 1 if world is None else world.mesh.num_devices
+        per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
+        torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
+        self.say("ops")
+        libraries = self.libraries or Libraries.agreed(device, lambda flag: bool(peers.most([float(flag)])[0]))
+        cases = _cases(plan, Pool(device, max(*plan.memory, _LEAST_POOL)), libraries)
+        ops = time_ops(list(cases), device, plan.ops, peers)
+        figures = Measurements(tuple(ops))
+        link_places: list[MeasuredGroup] = []
+        if world is not None and num_ranks > 1:
+            link_places = places(num_ranks, per_node)
+            links = LinkTimer(world.mesh, world.rank, device, peers)
+            self.say("links")
+            timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
+            self.say("compute beside communication")
+            beside = _mixed_work(Pool(device, _BESIDE_BYTES[1]), device, libraries)
+            levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
+            slow = tuple(contention(links, at, beside, plan.links, _BESIDE_BYTES) for at in levels.values())
+            figures = Measurements(tuple(ops), tuple(timed), slow)
+        facts = _machine(name, command, device, num_ranks, per_node, reserved)
+        text, errors = profile_text(facts, figures, link_places)
+        return Calibration(text, errors)
+
+
+def _cases(plan: MeasurementPlan, pool: Pool, libraries: Libraries) -> Iterator[OpCase]:
+    dtypes = [torch.float32, torch.bfloat16] + ([torch.float64] if pool.device.type == "cpu" else [torch.float16])
+    yield from tiny_cases(pool)
+    grids = [Grid(torch.float32, plan.matmul_sizes, plan.max_flops, plan.held_out_shapes)]
+    grids += [Grid(dtype, plan.other_sizes, plan.max_flops / 2, plan.held_out_shapes[::3]) for dtype in dtypes[1:]]
+    yield from matmul_cases(pool, grids, libraries)
+    for dtype in dtypes[:2]:
+        yield from batched_cases(pool, dtype, plan.is_quick)
+        yield from attention_cases(pool, dtype, plan.attention, _HELD_OUT_ATTENTION)
+    yield from memory_cases(pool, plan.memory, plan.held_out_memory)
+
+
+def _mixed_work(pool: Pool, device: torch.device, libraries: Libraries) -> Callable[[], Any]:
+    """A small part of a step: a matmul and memory work."""
+    aten = torch.ops.aten
+    factors = (pool.take((256, 256)), pool.take((256, 512)))
+    product = OpCase("", libraries.product(*factors), (factors,))
+    sums = OpCase("", aten.add.Tensor, ((pool.take((256, 512)), pool.take((256, 512))),))
+    blocks = (RepeatedOp(product, 4, device), RepeatedOp(sums, 8, device))
+
+    def run() -> None:
+        for block in blocks:
+            block.run()
+
+    return run
+
+
+def peers_of(world: ClusterWorld) -> Peers:
+    def reduced(op: Any) -> Callable[[Sequence[float]], list[float]]:
+        def over_all(values: Sequence[float]) -> list[float]:
+            tensor = torch.tensor(list(values), dtype=torch.float64, device=world.device)
+            dist.all_reduce(tensor, op)
+            return [float(v) for v in tensor]
+
+        return over_all
+
+    total = reduced(dist.ReduceOp.SUM)
+    return Peers(
+        world.meet, lambda values: [v / world.mesh.num_devices for v in total(values)], reduced(dist.ReduceOp.MAX)
+    )
+
+
+def _per_node(num_ranks: int, peers: Peers) -> int:
+    """Processes of a node, from torchrun."""
+    own = float(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    (most,), (negated,) = peers.most([own]), peers.most([-own])
+    if most != -negated or num_ranks % int(own):
+        raise MeshError(
+            "nodes have different numbers of processes",
+            where="calibrate",
+            got=f"{-negated:g} to {most:g}",
+            expected="equally many on each",
+            hint="start all nodes with the same --nproc-per-node",
+        )
+    return int(own)
+
+
+def _devices_here(device: torch.device) -> int:
+    """The most processes that can have a device of their own on this machine."""
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    return max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+
+
+def _machine(
+    name: str, command: str, device: torch.device, num_ranks: int, per_node: int, reserved: float
+) -> MachineFacts:
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        kind, memory = properties.name, float(properties.total_memory)
+        reserved = memory - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
+    else:
+        threads = torch.get_num_threads()
+        kind = f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()} cores each"
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / per_node
+    backend = f" over {dist.get_backend()}" if dist.is_initialized() else ""
+    count = f"{num_ranks} processes{backend}, {per_node} a node" if num_ranks > 1 else "1 process, no links"
+    summary = f"{count}; {kind}; torch {torch.__version__}; {now} UTC"
+    return MachineFacts(
+        name=name,
+        version=now,
+        summary=summary.replace('"', "'"),
+        command=command,
+        devices_per_node=per_node,
+        memory_bytes=memory,
+        reserved_bytes=min(reserved, memory / 2),
+    )

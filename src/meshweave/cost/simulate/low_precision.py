@@ -1,0 +1,103 @@
+"""Training with matmuls in a smaller dtype, such as float8: which values are cast, which move in the smaller dtype, and
+the costs.
+
+The 2-D matmuls of repeated blocks use the dtype. Each operand is cast once per phase: its largest value is computed (by
+the kernel that produces it, if kernels are fused), then it is scaled and rounded. Values that are gathered only for
+such matmuls are cast before they move, as in float8 FSDP and float8 sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from meshweave.cost.hardware.work import Matmul, MemoryWork, Work
+from meshweave.cost.simulate.classify import known_kind
+from meshweave.cost.simulate.kernels import Fusion, Kernel, is_in_block
+from meshweave.ir.collectives import ALL_GATHER, WAIT
+from meshweave.ir.graph import origin_of
+from meshweave.ir.rank import RankGraph
+from meshweave.ir.values import Local
+
+
+@dataclass(slots=True)
+class Narrow:
+    """A role's matmuls in `dtype`. `sources` are the storages of gathers in the smaller dtype, with a device's operand
+    elements; `done` the (storage, phase, microbatch) that have been cast."""
+
+    dtype: torch.dtype
+    role: RankGraph
+    local: Local
+    fusion: Fusion
+    sources: dict[int, int] = field(default_factory=dict)
+    done: set[tuple[int, str, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for node in self.role.graph.nodes:
+            if node.target is ALL_GATHER.op and is_in_block(origin_of(node)):
+                operand = node.args[0]
+                assert isinstance(operand, fx.Node)
+                handed = sum(x.num_elements for x in self.local.values[operand])
+                self.sources.update(dict.fromkeys(self._fed_to_matmuls(node), handed))
+
+    def moved_bytes(self, start: fx.Node, num_bytes: float) -> float:
+        """Bytes of the operand of a collective in the dtype in which it moves."""
+        results = self.local.values[start]
+        if start.target is not ALL_GATHER.op or not results or results[0].storage not in self.sources:
+            return num_bytes
+        return num_bytes * self.dtype.itemsize / results[0].dtype.itemsize
+
+    def works(self, kernel: Kernel, microbatch: int) -> Iterator[Work]:
+        """The work of a kernel, with casts before matmuls in the smaller dtype."""
+        product = kernel.nodes[0]  # a bias may be added to it
+        for work in kernel.works:
+            if not self._is_narrow(product, work):
+                yield work
+                continue
+            assert isinstance(work, Matmul)
+            for node in dict.fromkeys(product.all_input_nodes[-2:]):
+                yield from self._cast(node, origin_of(product).phase, microbatch)
+            saved = (work.m + work.n) * work.k * (work.dtype.itemsize - self.dtype.itemsize)
+            yield replace(work, dtype=self.dtype, bytes=max(work.bytes - saved, 0))
+
+    def _is_narrow(self, node: fx.Node, work: Work) -> bool:
+        wide = isinstance(work, Matmul) and work.batch == 1 and work.dtype.itemsize > self.dtype.itemsize
+        return wide and is_in_block(origin_of(node))
+
+    def _cast(self, node: fx.Node, phase: str, microbatch: int) -> Iterator[MemoryWork]:
+        for x in self.local.values[node]:
+            key = (x.storage, phase, microbatch)
+            if key in self.done:
+                continue
+            self.done.add(key)
+            elements = self.sources.get(x.storage, x.num_elements)
+            if self.fusion in ("ops", "eager"):
+                yield MemoryWork("reduction", elements * x.dtype.itemsize, elements, x.dtype)
+            yield MemoryWork("pointwise", elements * (x.dtype.itemsize + self.dtype.itemsize), elements, x.dtype)
+
+    def _fed_to_matmuls(self, start: fx.Node) -> set[int]:
+        """The storages of a gather's result and of copies of it, if only matmuls read them; else none."""
+        waiting, seen, is_read = list(start.users), set[fx.Node](), False
+        storages = {x.storage for x in self.local.values[start]}
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op != "call_function":
+                return set()
+            is_view = node.target in (WAIT, ALL_GATHER.op) or any(
+                x.storage in storages for x in self.local.values[node]
+            )
+            kind = "strided" if is_view else known_kind(node)
+            if kind == "strided":  # a view or copy of the same elements, or a gather of a gathered value
+                storages |= {x.storage for x in self.local.values[node]}
+                waiting += node.users
+            elif kind == "matmul":
+                is_read = True
+            else:
+                return set()
+        return storages if is_read else set()

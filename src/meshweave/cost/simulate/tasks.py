@@ -1,0 +1,425 @@
+"""Rank graphs as tasks with durations: kernels, starts and waits in a compute stream per role, communications in
+channels.
+
+The cost grows with roles and nodes, never with devices: a single device represents its role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
+from meshweave.cost.hardware.profile import MachineProfile
+from meshweave.cost.hardware.work import MemoryWork
+from meshweave.cost.simulate.buckets import OF_BLOCKS, Buckets, Member, check_buckets, group_members
+from meshweave.cost.simulate.host_overhead import launch_times
+from meshweave.cost.simulate.kernels import Fusion, Kernel, kernels_of
+from meshweave.cost.simulate.low_precision import Narrow
+from meshweave.cost.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, loss_exchange, passes_of
+from meshweave.engine.machine import Schedule
+from meshweave.engine.match import Channel, match_transfer
+from meshweave.errors import VerifyError
+from meshweave.ir.collectives import STARTS, TABLE, TRANSFER, WAIT, transfer
+from meshweave.ir.graph import origin_of
+from meshweave.ir.rank import RankGraph, Transfer
+from meshweave.ir.values import Local, local_values
+
+Starts = dict[int, int]  # role -> its start, as a task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedTask:
+    """A task of a stream. `seconds` is its duration on an otherwise idle machine, `usage` the share of each link level
+    that it then takes. A start or a wait marks where a communication is in the order of its role; it takes no time if
+    streams are those of an accelerator."""
+
+    kind: Literal["kernel", "start", "wait", "copy"]
+    node: fx.Node
+    roles: tuple[int, ...]
+    seconds: float
+    microbatch: int
+    kernel: Kernel | None = None
+    usage: tuple[tuple[str, float], ...] = ()
+    op: str = ""  # of a copy, named as in profiles
+    group: str = ""
+    received: float = 0.0  # bytes that a device receives
+    issued: float = 0.0  # earliest launch by the processor, in seconds from the step's begin
+    flops: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoleTasks:
+    """A role in the simulator: its values, its kernels, and (in its stream's order) its tasks."""
+
+    role: RankGraph
+    local: Local
+    kernels: tuple[Kernel, ...]
+    tasks: tuple[int, ...] = ()
+
+    def storages_read(self, task: SimulatedTask) -> frozenset[int]:
+        """The storages of a task's operands."""
+        operands = task.node.all_input_nodes if task.kernel is None else task.kernel.reads
+        return frozenset(x.storage for n in operands for x in self.local.values.get(n, ()))
+
+    def storages_written(self, task: SimulatedTask) -> frozenset[int]:
+        """The storages of a task's results."""
+        nodes = (task.node,) if task.kernel is None else task.kernel.writes
+        return frozenset(x.storage for n in nodes for x in self.local.values[n])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
+    and waits of collectives that share a flat buffer, bucket by bucket. `has_root_group`: everything outside of blocks
+    is a group of parameters (see `simulate.flat`)."""
+
+    schedule: Schedule
+    tasks: tuple[SimulatedTask, ...]
+    roles: tuple[RoleTasks, ...]
+    streams: tuple[str, ...]
+    flat: tuple[tuple[tuple[int, int], ...], ...] = ()
+    has_root_group: bool = False
+
+
+@dataclass(slots=True)
+class _TaskLowering:
+    graphs: Sequence[RankGraph]
+    profile: MachineProfile
+    roles: list[RoleTasks]
+    passes: list[Passes]
+    narrow: Sequence[Narrow] = ()
+    is_buffered: bool = False
+    # by role the nodes that send losses between stages, after all microbatches
+    loss_exchange: Sequence[frozenset[fx.Node]] = ()
+    buckets: Buckets = "none"
+    fusion: Fusion = "ops"
+    priced: dict[str, SimulatedTask] = field(default_factory=dict)  # of transfers, by key
+    tasks: list[SimulatedTask] = field(default_factory=list)
+    needs: list[list[int]] = field(default_factory=list)
+    starts: dict[Any, list[dict[int, int]]] = field(default_factory=dict)  # channel -> number -> role -> start
+    counts: dict[Any, int] = field(default_factory=dict)
+    waits: dict[int, int] = field(default_factory=dict)  # start -> its wait
+    flat: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+
+    def run(self) -> Tasks:
+        streams = [self.stream(i) for i in range(len(self.graphs))]
+        roles = tuple(RoleTasks(r.role, r.local, r.kernels, tuple(s)) for r, s in zip(self.roles, streams, strict=True))
+        names = [f"compute {i}" if len(self.graphs) > 1 else "compute" for i in range(len(self.graphs))]
+        lines: dict[Any, list[tuple[int, Channel, dict[int, int]]]] = {}
+        for channel, numbered in self.starts.items():
+            for starts in numbered:
+                lines.setdefault(self.line_of(channel), []).append((starts[min(starts)], channel, starts))
+        for line, waiting in lines.items():
+            names.append(self.line_name(line))
+            waiting.sort(key=lambda entry: entry[0])
+            streams.append([self.copy(bucket) for bucket in self.bucketed(waiting)])
+        schedule = Schedule(
+            tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
+        )
+        is_root = self.buckets == "blocks+root"
+        return Tasks(
+            schedule=schedule,
+            tasks=tuple(self.tasks),
+            roles=roles,
+            streams=tuple(names),
+            flat=tuple(self.flat),
+            has_root_group=is_root,
+        )
+
+    def add(self, task: SimulatedTask) -> int:
+        self.tasks.append(task)
+        self.needs.append([])
+        return len(self.tasks) - 1
+
+    def stream(self, number: int) -> list[int]:
+        """The tasks of a role's compute stream, pass by pass."""
+        begun: dict[tuple[fx.Node, int], int] = {}
+        numbers = []
+        last = max((mb for _, mb in self.passes[number]), default=0)
+        for part, microbatch, item in self.queue(number, last):
+            if isinstance(item, Kernel):
+                numbers.append(self.add(self.kernel(number, item, microbatch)))
+                continue
+            kind: Any = "wait" if item.target is WAIT else "start"
+            task = self.add(
+                SimulatedTask(
+                    kind=kind, node=item, roles=(number,), seconds=self.profile.empty_op_s, microbatch=microbatch
+                )
+            )
+            numbers.append(task)
+            if kind == "start":
+                begun[item, microbatch] = task
+                self.enter(number, item, task)
+            else:
+                started = item.args[0]
+                assert isinstance(started, fx.Node)
+                late = part == UPDATE and (started, last) in begun
+                self.waits.setdefault(begun[started, last if late else microbatch], task)
+        launches = launch_times([self.tasks[task].node for task in numbers], self.fusion, self.profile.eager_s)
+        for task, at in zip(numbers, launches, strict=True):
+            self.tasks[task] = replace(self.tasks[task], issued=at)
+        return numbers
+
+    def queue(self, number: int, last: int) -> Iterator[tuple[int, int, Kernel | fx.Node]]:
+        """The items of a role in order: part, microbatch and item. In a pipeline stages exchange losses after all
+        microbatches, so that no forward waits for the last stage."""
+        role = self.roles[number]
+        parts = items_by_part(role)
+        exchange = self.loss_exchange[number]
+        losses = [item for item in parts[FORWARD] if _node(item) in exchange]
+        for part, microbatch in self.passes[number]:
+            if part == UPDATE:
+                yield from ((FORWARD, m, item) for m in range(last + 1) for item in losses)
+            for item in parts[part]:
+                is_early = microbatch == last or origin_of(_node(item)).phase != "reduce"
+                if is_early and _node(item) not in exchange:
+                    yield part, microbatch, item
+
+    def kernel(self, number: int, kernel: Kernel, microbatch: int) -> SimulatedTask:
+        works = tuple(self.narrow[number].works(kernel, microbatch)) if self.narrow else kernel.works
+        seconds = sum(self.profile.compute_seconds(work) for work in works)
+        flops = sum(work.flops for work in works if not isinstance(work, MemoryWork))
+        return SimulatedTask(
+            kind="kernel",
+            node=kernel.node,
+            roles=(number,),
+            seconds=seconds,
+            microbatch=microbatch,
+            kernel=kernel,
+            flops=flops,
+        )
+
+    def enter(self, number: int, node: fx.Node, task: int) -> None:
+        """Match a start with those of the other roles in the same communication: the k-th of each on a channel."""
+        channel = self.channel(number, node)
+        count = self.counts.get((channel, number), 0)
+        self.counts[channel, number] = count + 1
+        numbered = self.starts.setdefault(channel, [])
+        if count == len(numbered):
+            numbered.append({})
+        numbered[count][number] = task
+
+    def channel(self, number: int, node: fx.Node) -> Channel:
+        """The queue of a start: the groups of its axes, with the roles that they reach into, or a transfer."""
+        key = str(node.args[-1])
+        if node.target is transfer:
+            channel = match_transfer(self.graphs, key)
+            roles = (
+                self.members({*channel.source.mesh.devices, *channel.target.mesh.devices})
+                if not channel.axes
+                else (number,)
+            )
+            return ("transfer", key, *roles)
+        graph = self.graphs[number]
+        return ("group", key, *self.members(set(graph.group_members(key, graph.devices[0]))))
+
+    def members(self, devices: set[int]) -> tuple[int, ...]:
+        return tuple(i for i, graph in enumerate(self.graphs) if not devices.isdisjoint(graph.devices))
+
+    def line_of(self, channel: Channel) -> tuple[Any, ...]:
+        """The stream in which a channel's copies run, one after the other: transfers between the same meshes, or over
+        the same axes, share a stream."""
+        kind, key, *roles = channel
+        if kind == "group":
+            return channel
+        endpoints = match_transfer(self.graphs, key)
+        return (kind, endpoints.source.mesh, endpoints.target.mesh, endpoints.axes, *roles)
+
+    def line_name(self, line: tuple[Any, ...]) -> str:
+        if line[0] == "group":
+            name, roles = f"comm {line[1]}", line[2:]
+        elif line[3]:
+            name, roles = f"permute {','.join(line[3])}", line[4:]
+        else:
+            name, roles = f"transfer {line[1].devices[0]} -> {line[2].devices[0]}", line[4:]
+        if len(self.graphs) == 1:
+            return name
+        return f"{name} (role{'s' * (len(roles) > 1)} {', '.join(map(str, roles))})"
+
+    def bucketed(self, waiting: Sequence[tuple[int, Channel, Starts]]) -> Iterator[list[tuple[Channel, Starts]]]:
+        """The starts on a stream, grouped by bucket. Only communications within a role are bucketed."""
+        members = [
+            Member(task.node, task.microbatch, start, self.waits.get(start, -1), self.bytes_of(task))
+            for start, _, _ in waiting
+            for task in (self.tasks[start],)
+        ]
+        is_own = all(channel[0] == "group" and len(starts) == 1 for _, channel, starts in waiting)
+        for bucket in group_members(members, self.buckets if is_own else "none"):
+            yield [waiting[i][1:] for i in bucket]
+
+    def copy(self, bucket: Sequence[tuple[Channel, Starts]]) -> int:
+        """The task of a transfer, or of the merged collectives of a bucket."""
+        (kind, key, *roles), starts = bucket[0]
+        if missing := [r for r in roles if r not in starts]:
+            node = self.tasks[next(iter(starts.values()))].node
+            raise VerifyError(f"role {missing[0]} lacks a start of {kind} {key}", where=str(origin_of(node)))
+        first = self.tasks[starts[roles[0]]]
+        if kind == "transfer":
+            self.priced[key] = self.priced.get(key) or self.transferred(key, roles, first)
+            copy = replace(self.priced[key], node=first.node, microbatch=first.microbatch)
+        else:
+            copy = self.collective(key, roles, [self.tasks[each[roles[0]]] for _, each in bucket])
+        copy, host = self.split(copy)
+        task = self.add(copy)
+        for _, each in bucket:
+            senders, takers = self.ends(kind, key, each)
+            self.needs[task] += senders
+            for start in takers:
+                if start in self.waits:
+                    self.needs[self.waits[start]].append(task)
+                    self.lengthen(self.waits[start], host)
+        waits = [(s, self.waits[s]) for _, each in bucket for s in each.values() if s in self.waits]
+        if self.buckets in OF_BLOCKS and kind == "group" and waits:
+            self.flat.append(tuple(waits))
+        if len(bucket) > 1 and copy.op == "all_gather" and waits:
+            self.lengthen(min(wait for _, wait in waits), self.unpacking(copy, bucket))
+        return task
+
+    def lengthen(self, task: int, seconds: float) -> None:
+        self.tasks[task] = replace(self.tasks[task], seconds=self.tasks[task].seconds + seconds)
+
+    def unpacking(self, task: SimulatedTask, bucket: Sequence[tuple[Channel, Starts]]) -> float:
+        """Seconds in which parameters are copied out of a bucket's buffer. Gradients are packed by the cast that the
+        program has before their reduction."""
+        operand = sum(self.bytes_of(self.tasks[start]) for _, starts in bucket for start in starts.values())
+        size = int(2 * (operand + task.received))
+        return self.profile.compute_seconds(MemoryWork("copy", size, size // 2, torch.uint8))
+
+    def bytes_of(self, start: SimulatedTask) -> float:
+        """A device's operand bytes in a collective; 0 for a transfer."""
+        operand, number = start.node.args[0], start.roles[0]
+        value = self.roles[number].local.single(operand) if isinstance(operand, fx.Node) else None
+        size = float(value.num_elements * value.dtype.itemsize) if value is not None else 0.0
+        return self.narrow[number].moved_bytes(start.node, size) if self.narrow else size
+
+    def split(self, copy: SimulatedTask) -> tuple[SimulatedTask, float]:
+        """A copy without the waiting role's part, and that part: sums and copies of a runtime on a processor."""
+        if copy.op == TRANSFER.name:
+            return copy, 0.0
+        mesh, axes = self.graphs[copy.roles[0]].group_axes(str(copy.node.args[-1]))
+        host = host_seconds(self.profile, TABLE[copy.node.target], mesh, axes, copy.seconds)
+        return replace(copy, seconds=copy.seconds - host), host
+
+    def ends(self, kind: str, key: str, starts: dict[int, int]) -> tuple[list[int], list[int]]:
+        """The starts that a copy needs and those whose waits need it: all. In a pipelined schedule a transfer is
+        buffered: it needs its senders and blocks its receivers."""
+        every = list(starts.values())
+        if kind == "group" or not self.is_buffered:
+            return every, every
+        channel = match_transfer(self.graphs, key)
+        senders = [
+            s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(channel.source.mesh.devices)
+        ]
+        takers = [
+            s for r, s in starts.items() if not set(self.graphs[r].devices).isdisjoint(channel.target.mesh.devices)
+        ]
+        return senders, takers
+
+    def collective(self, key: str, roles: Sequence[int], starts: Sequence[SimulatedTask]) -> SimulatedTask:
+        """The task of the collectives `starts`, merged over all of their bytes."""
+        node, number = starts[0].node, roles[0]
+        mesh, axes = self.graphs[number].group_axes(key)
+        row = TABLE[node.target]
+        size, count, group = sum(map(self.bytes_of, starts)), mesh.flat_size(axes), ",".join(axes)
+        seconds = collective_seconds(self.profile, node, row, mesh, axes, size)
+        usage = self.profile.usage(row.cost_name, mesh, axes) if seconds else ()
+        received = self.profile.bytes_received(row.cost_name, count, row.cost_bytes(node, count, size))
+        microbatch = starts[0].microbatch
+        return SimulatedTask(
+            kind="copy",
+            node=node,
+            roles=tuple(roles),
+            seconds=seconds,
+            microbatch=microbatch,
+            kernel=None,
+            usage=usage,
+            op=row.name,
+            group=group,
+            received=received,
+        )
+
+    def transferred(self, key: str, roles: Sequence[int], start: SimulatedTask) -> SimulatedTask:
+        """A receiver and a sender represent all: the first devices of the meshes that have anything to move."""
+        channel = match_transfer(self.graphs, key)
+        item = channel.spec.dtype.itemsize
+        routes = channel.routes
+        best, usage, received = 0.0, tuple[tuple[str, float], ...](), 0.0
+        for messages in _samples(channel):
+            crossing = [m for m in messages if m.sender != m.receiver]
+            sizes = [m.box.num_elements * item for m in crossing]
+            ends = [(m.sender, m.receiver) for m in crossing]
+            latency = max((self.profile.transfer_seconds(a, b, 0) for a, b in ends), default=0.0)
+            flows = (
+                self.profile.transfer_seconds(a, b, n) - self.profile.transfer_seconds(a, b, 0)
+                for (a, b), n in zip(ends, sizes, strict=True)
+            )
+            seconds = latency + sum(flows)
+            if seconds > best:
+                best, usage = seconds, self.profile.transfer_usage(*ends[0])
+        received = max((float(routes.bytes_received(d, item)) for d in channel.target.mesh.devices[:64]), default=0.0)
+        return SimulatedTask(
+            kind="copy",
+            node=start.node,
+            roles=tuple(roles),
+            seconds=best,
+            microbatch=start.microbatch,
+            kernel=None,
+            usage=usage,
+            op="permute" if channel.axes else "transfer",
+            group=",".join(channel.axes),
+            received=received,
+        )
+
+
+def _samples(transfer: Transfer) -> Iterator[Sequence[Any]]:
+    routes = transfer.routes
+    yield from (routes.received_by(device) for device in transfer.target.mesh.devices[:16])
+    yield from (routes.sent_by(device) for device in transfer.source.mesh.devices[:16])
+
+
+def items_by_part(role: RoleTasks) -> tuple[list[Kernel | fx.Node], ...]:
+    """Kernels, starts and waits of a role in order, cut at the first node of backward and of update."""
+    nodes = list(role.role.graph.nodes)
+    items: list[tuple[float, Kernel | fx.Node]] = [(k.position, k) for k in role.kernels]
+    items += [(float(i), n) for i, n in enumerate(nodes) if n.target in STARTS or n.target is WAIT]
+    items.sort(key=lambda item: item[0])
+    run = [(i, origin_of(n).phase) for i, n in enumerate(nodes) if n.op == "call_function"]
+    update = next((i for i, phase in run if phase == "update"), len(nodes))
+    backward = min(next((i for i, phase in run if phase == "backward"), update), update)
+    parts: tuple[list[Kernel | fx.Node], ...] = ([], [], [])
+    for position, item in items:
+        parts[FORWARD if position < backward else BACKWARD if position < update else UPDATE].append(item)
+    return parts
+
+
+def _node(item: Kernel | fx.Node) -> fx.Node:
+    return item.node if isinstance(item, Kernel) else item
+
+
+def lower_tasks(
+    graphs: Sequence[RankGraph],
+    profile: MachineProfile,
+    fusion: Fusion,
+    microbatches: int = 1,
+    pipeline: Pipeline = "sequential",
+    matmul_dtype: torch.dtype | None = None,
+    buckets: Buckets = "none",
+) -> Tasks:
+    """The tasks of a step on a machine. Roles are stages of a pipeline in order; for `buckets` see
+    `simulate.buckets`."""
+    check_buckets(buckets)
+    roles = []
+    for graph in graphs:
+        local = local_values(graph)
+        kernels, local = kernels_of(graph, local, fusion, profile.fusion == "none", profile.update)
+        roles.append(RoleTasks(graph, local, tuple(kernels)))
+    passes = [passes_of(i, len(graphs), microbatches, pipeline) for i in range(len(graphs))]
+    narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
+    is_buffered = pipeline != "sequential"
+    exchange = loss_exchange(graphs) if is_buffered else [frozenset[fx.Node]()] * len(graphs)
+    return _TaskLowering(graphs, profile, roles, passes, narrow, is_buffered, exchange, buckets, fusion).run()

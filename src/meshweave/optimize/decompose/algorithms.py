@@ -1,0 +1,191 @@
+"""Collectives as data: steps over chunks, in a single table, and the replay that proves a row.
+
+A group of n devices, r the index of a device in it; all indices are modulo n. An algorithm is the same on every device
+except for r. References: the direct, cyclic and stream broadcast gathers are those of nvFuser (PR 5963, host loops with
+a swizzle), the bidirectional gather and the ring of sums those of windowed einsum (Wang et al., ASPLOS 2023), the
+direct scatter and the all-to-all by peer those of Thakur, Rabenseifner and Gropp (IJHPCA 2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.optimize.decompose.writer import Index
+
+Collective = Literal["all_gather", "reduce_scatter", "all_to_all"]
+
+
+OWN = Index(1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RingStep:
+    """A step on device r.
+
+    `chunk` is what the step computes on: in a gather the received chunk (or its own), in a reduction the chunk of which
+    it computes its part, in an all-to-all the device whose chunk was received. Its message goes from r to r + `shift`;
+    a step with a shift of 0 has none, a step with a `root` is a broadcast from there.
+
+    A gather's message carries the chunk of step `of`, and arrives for this step. A reduction's carries the step's part,
+    plus the received messages of the steps `adds`; in a step without a message that sum is the result. An all-to-all's
+    carries the chunk for device `sends`."""
+
+    chunk: Index
+    shift: int = 0
+    of: int = 0
+    adds: tuple[int, ...] = ()
+    sends: Index = OWN
+    root: int = -1
+
+    @property
+    def has_message(self) -> bool:
+        return self.shift != 0 or self.root >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """An algorithm of a collective. `steps(n)` are those of a group of n >= 1; `ahead` messages are in flight while a
+    chunk is computed; `numerics` describes the effect on values."""
+
+    name: str
+    collective: Collective
+    steps: Callable[[int], tuple[RingStep, ...]]
+    ahead: int
+    numerics: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.collective}"
+
+    def is_chain(self, n: int) -> bool:
+        """Whether sums pass through several devices, each of which adds its part: messages then carry partial sums."""
+        return any(step.adds for step in self.steps(n) if step.has_message)
+
+    def num_messages(self, n: int) -> int:
+        return sum(step.has_message for step in self.steps(n))
+
+    def num_rounds(self, n: int) -> int:
+        """Number of sequential rounds of messages: `ahead` messages form a round."""
+        return -(-len(self.steps(n)) // self.ahead)
+
+
+def _gather_direct(n: int) -> tuple[RingStep, ...]:
+    return (RingStep(OWN), *(RingStep(Index(1, i), -i) for i in range(1, n)))
+
+
+def _gather_cyclic(n: int) -> tuple[RingStep, ...]:
+    return (RingStep(OWN), *(RingStep(Index(1, -i), 1, i - 1) for i in range(1, n)))
+
+
+def _gather_both_ways(n: int) -> tuple[RingStep, ...]:
+    """Chunks are received alternately from the previous and the next device: r - 1, r + 1, r - 2, ..., two in a
+    round."""
+    turns = ((k, -1 if k % 2 else 1, (k + 1) // 2) for k in range(1, n))
+    return (
+        RingStep(OWN),
+        *(RingStep(Index(1, direction * hops), -direction, max(k - 2, 0)) for k, direction, hops in turns),
+    )
+
+
+def _gather_broadcast(n: int) -> tuple[RingStep, ...]:
+    return tuple(RingStep(Index(0, i), root=i) for i in range(n)) if n > 1 else (RingStep(OWN),)
+
+
+def _scatter_ring(n: int) -> tuple[RingStep, ...]:
+    return tuple(RingStep(Index(1, -1 - i), int(i < n - 1), adds=(i - 1,) if i else ()) for i in range(n))
+
+
+def _scatter_direct(n: int) -> tuple[RingStep, ...]:
+    return (*(RingStep(Index(1, i), i) for i in range(1, n)), RingStep(OWN, adds=tuple(range(n - 1))))
+
+
+def _exchange(n: int) -> tuple[RingStep, ...]:
+    return tuple(RingStep(Index(1, -i), i, sends=Index(1, i)) for i in range(n))
+
+
+_MOVED = "exact: every element is moved once"
+_SUMMED = "a single sum in the accumulation dtype, in group order, rounded once: as the collective does"
+ALGORITHMS: tuple[Algorithm, ...] = (
+    Algorithm("direct", "all_gather", _gather_direct, 1, _MOVED),
+    Algorithm("cyclic", "all_gather", _gather_cyclic, 1, _MOVED),
+    Algorithm("bidirectional", "all_gather", _gather_both_ways, 2, _MOVED),
+    Algorithm("broadcast", "all_gather", _gather_broadcast, 1, _MOVED),
+    Algorithm("direct", "reduce_scatter", _scatter_direct, 1, _SUMMED),
+    Algorithm(
+        "ring",
+        "reduce_scatter",
+        _scatter_ring,
+        1,
+        "a sum along the ring, which is sent in the accumulation dtype; every chunk has its own order",
+    ),
+    Algorithm("peer", "all_to_all", _exchange, 1, _MOVED),
+)
+# An all-reduce is a reduce-scatter and an all-gather: any algorithm of either.
+
+
+def algorithm(collective: Collective, name: str) -> Algorithm:
+    """The row of the table. Raises MeshweaveError for an unknown algorithm."""
+    for row in ALGORITHMS:
+        if (row.collective, row.name) == (collective, name):
+            return row
+    known = [row.name for row in ALGORITHMS if row.collective == collective]
+    raise MeshweaveError(f"no algorithm '{name}' for {collective}", got=name, expected=", ".join(known))
+
+
+@lru_cache(maxsize=1024)
+def prove(row: Algorithm, n: int) -> None:
+    """Raise VerifyError unless the steps implement the collective on every device of a group of n.
+
+    A gather gives every device every chunk, each once. A reduction gives device r chunk r with one contribution of each
+    device. An all-to-all gives every device the chunk that each device has for it, each once.
+    """
+    _PROOFS[row.collective](row, row.steps(n), n)
+
+
+def _prove_gather(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
+    for r in range(n):
+        for k, step in enumerate(steps):
+            sent = step.root if step.root >= 0 else steps[step.of].chunk.at(r - step.shift, n) if step.shift else r
+            _expect(row, n, sent == step.chunk.at(r, n) and (not step.shift or step.of < k), f"step {k} on device {r}")
+        _expect(row, n, sorted(step.chunk.at(r, n) for step in steps) == list(range(n)), f"device {r}")
+
+
+def _prove_scatter(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
+    sums: list[list[tuple[int, list[int]]]] = []  # per step and device: its chunk, and its contributions
+    results: list[list[tuple[int, list[int]]]] = [[] for _ in range(n)]
+    for k, step in enumerate(steps):
+        own_sums = []
+        for r in range(n):
+            own, parts = step.chunk.at(r, n), [r]
+            for earlier in step.adds:
+                chunk, contributions = sums[earlier][(r - steps[earlier].shift) % n]
+                _expect(row, n, chunk == own and bool(steps[earlier].shift), f"step {k} adds to another chunk")
+                parts += contributions
+            own_sums.append((own, parts))
+            if not step.shift:
+                results[r].append((own, sorted(parts)))
+        sums.append(own_sums)
+    for r, result in enumerate(results):
+        _expect(row, n, result == [(r, list(range(n)))], f"device {r}")
+    sent = [k for k, step in enumerate(steps) if step.shift]
+    _expect(row, n, sorted(k for step in steps for k in step.adds) == sent, "every message is added once")
+
+
+def _prove_exchange(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
+    for r in range(n):
+        for k, step in enumerate(steps):
+            source = (r - step.shift) % n
+            right = step.chunk.at(r, n) == source and step.sends.at(source, n) == r
+            _expect(row, n, right, f"step {k} on device {r}")
+        _expect(row, n, sorted(step.chunk.at(r, n) for step in steps) == list(range(n)), f"device {r}")
+
+
+def _expect(row: Algorithm, n: int, holds: bool, place: str) -> None:
+    if not holds:
+        raise VerifyError(f"{row} does not implement its collective in a group of {n}", where=place)
+
+
+_PROOFS = {"all_gather": _prove_gather, "reduce_scatter": _prove_scatter, "all_to_all": _prove_exchange}

@@ -1,0 +1,118 @@
+"""Precomputed properties of a problem: users, longest paths to the end, memory along the graph's order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from meshweave.ir.liveness import live_bytes
+from meshweave.optimize.overlap.model import Problem
+
+
+@dataclass(slots=True)
+class Outline:
+    """What is the same for all orders of a problem. `needs` is, by start, the seconds of compute before its first use
+    in the graph; `levels` the live bytes at each item in the graph's order, in a table for ranges."""
+
+    problem: Problem
+    users: list[list[int]] = field(init=False)
+    needs: list[float] = field(init=False)
+    uses_at: list[int] = field(init=False)  # by start: the item of its first use; the number of items if there is none
+    grows: list[bool] = field(init=False)
+    holds: list[tuple[int, ...]] = field(init=False)
+    growth: list[int] = field(init=False)  # bytes that an item allocates
+    levels: list[list[int]] = field(init=False)
+    before: list[int] = field(init=False)  # live bytes before an item in the graph's order
+    paths: dict[float, list[float]] = field(default_factory=dict)
+    rankings: dict[tuple[float, bool], tuple[list[int], list[int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problem, n = self.problem, self.problem.num_items
+        self.users = problem.users()
+        sizes = problem.sizes
+        self.growth = [sum([sizes[s] for s in position]) for position in problem.allocs]
+        before, total = [0.0] * (n + 1), 0.0
+        for i in range(n):
+            before[i] = total
+            total += problem.seconds[i]
+        before[n] = total
+        self.needs, self.uses_at = [inf] * n, [n] * n
+        self.grows, self.holds = [False] * n, [()] * n
+        for c in reversed(problem.starts):
+            self.holds[c] = problem.holds(c)
+            users = [u for u in self.users[c] if c in problem.waits[u]]
+            self.uses_at[c] = min((self.uses_at[u] if problem.channel[u] >= 0 else u for u in users), default=n)
+            self.needs[c] = before[self.uses_at[c]] if users else inf
+            self.grows[c] = self.growth[c] > sum(sizes[s] for s in problem.uses[c]) or not problem.deps[c]
+        self.before, at = self._levels()
+        self.levels = _ranges(at)
+
+    def path(self, factor: float) -> list[float]:
+        """By item the longest path from its begin to the end of the step, with communications `factor` times as
+        long."""
+        if factor not in self.paths:
+            problem = self.problem
+            path_from = [0.0] * problem.num_items
+            for i in range(problem.num_items - 1, -1, -1):
+                own = problem.seconds[i] if problem.channel[i] < 0 else problem.copy[i] * factor
+                users = self.users[i]
+                path_from[i] = own + max([path_from[u] for u in users]) if users else own
+            self.paths[factor] = path_from
+        return self.paths[factor]
+
+    def reach(self) -> list[float]:
+        """By item the least compute, including its own, until a communication that needs it can start."""
+        problem = self.problem
+        distance = [inf] * problem.num_items
+        for i in range(problem.num_items - 1, -1, -1):
+            if problem.channel[i] >= 0:
+                distance[i] = 0.0
+                continue
+            least = inf
+            for u in self.users[i]:
+                if distance[u] < least:
+                    least = distance[u]
+            distance[i] = problem.seconds[i] + least
+        return distance
+
+    def ranking(self, factor: float, *, feeds: bool = False) -> tuple[list[int], list[int]]:
+        """By item its rank by longest remaining path (ties: what finishes sooner first), and the items in that order.
+        `feeds`: by the shortest path to a communication first."""
+        if (factor, feeds) not in self.rankings:
+            path, seconds = self.path(factor), self.problem.seconds
+            first = self.reach() if feeds else [0.0] * len(path)
+            ranked = sorted(range(len(path)), key=lambda i: (first[i], -path[i], seconds[i], i))
+            rank = [0] * len(path)
+            for place, i in enumerate(ranked):
+                rank[i] = place
+            self.rankings[factor, feeds] = rank, ranked
+        return self.rankings[factor, feeds]
+
+    def highest(self, first: int, last: int) -> int:
+        """The most live bytes between two items in the graph's order."""
+        last = min(last, len(self.levels[0]) - 1)
+        if last <= first:
+            return self.levels[0][min(first, len(self.levels[0]) - 1)]
+        k = (last - first + 1).bit_length() - 1
+        row = self.levels[k]
+        return max(row[first], row[last - (1 << k) + 1])
+
+    def _levels(self) -> tuple[list[int], list[int]]:
+        """Live bytes before each item of the graph's order, and at it, including its results."""
+        order = self.problem.order
+        levels = live_bytes(self.problem.live_ranges(order), len(order) + 1)
+        before, at = [0] * self.problem.num_items, [0] * self.problem.num_items
+        for level, x in zip(levels, order, strict=False):
+            if x >= 0:
+                before[x], at[x] = level - self.growth[x], level
+        return [*before, levels[-1]], at
+
+
+def _ranges(levels: list[int]) -> list[list[int]]:
+    """Rows of maxima over 1, 2, 4, ... entries."""
+    rows, width = [levels or [0]], 1
+    while 2 * width <= len(levels):
+        last = rows[-1]
+        rows.append([a if a > b else b for a, b in zip(last, last[width:], strict=False)])
+        width *= 2
+    return rows

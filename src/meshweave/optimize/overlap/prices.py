@@ -1,0 +1,365 @@
+"""The seconds of every item: from a machine profile on the actual ranks of each group, or from a caller's callable."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
+from meshweave.cost.hardware.profile import MachineProfile
+from meshweave.cost.hardware.work import MemoryWork, Work
+from meshweave.cost.simulate.classify import known_kind, memory_work, priced_by_bytes, work_of
+from meshweave.cost.simulate.clock import Slowdown
+from meshweave.errors import MeshweaveError
+from meshweave.ir.aliases import is_view_op
+from meshweave.ir.collectives import TRANSFER
+from meshweave.ir.graph import argument, op_name, place_of
+from meshweave.optimize.overlap.read import Reading
+
+Cost = Callable[..., float]
+SIZES = tuple(float(1 << k) for k in range(10, 34))  # bytes at which a curve is sampled: 1 KiB to 8 GiB
+_COPY_RATE = 1.5e12  # bytes/s of a copy if no op of the graph shows one: half of an H100's HBM3 data sheet figure
+_FASTEST = 8e12  # bytes/s that no device memory exceeds: HBM3E of a B200 (NVIDIA Blackwell data sheet, 2024)
+_LARGE = 1 << 20  # bytes above which an op's launch time is negligible
+_COPIED = 1 << 28  # bytes of the timed copy
+_QUANTILE = 0.75  # quantile of the rates of ops: some move less than they seem to, others are slower than a copy
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of a communication as a function of a rank's operand bytes: sampled at `SIZES`, linear in between."""
+
+    seconds: tuple[float, ...]
+
+    def __call__(self, num_bytes: float) -> float:
+        k = min(max(bisect_left(SIZES, num_bytes), 1), len(SIZES) - 1)
+        (a, b), (x, y) = SIZES[k - 1 : k + 1], self.seconds[k - 1 : k + 1]
+        return max(x + (y - x) * (num_bytes - a) / (b - a), 0.0)
+
+    @property
+    def least(self) -> float:
+        """A lower bound of seconds per byte for communications of this kind, merged or not."""
+        last = (self.seconds[-1] - self.seconds[-2]) / (SIZES[-1] - SIZES[-2])
+        return max(min(last, *(s / size for s, size in zip(self.seconds, SIZES, strict=True))), 0.0)
+
+
+_NOTHING = Curve((0.0,) * len(SIZES))
+
+
+class Prices(Protocol):
+    """The scheduler's interface to the costs of a program. `notes`: remarks for readers of the report. The time that
+    the caller of a communication spends itself, once the bytes are there, is in `host`, and neither in `start` nor in
+    `curve`."""
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    def compute(self, node: fx.Node) -> float: ...
+    def start(self, item: int, num_bytes: float) -> float: ...
+    def curve(self, item: int) -> Curve: ...
+    def host(self, item: int) -> Curve: ...
+    def usage(self, item: int) -> tuple[tuple[str, float], ...]: ...
+    def copy_rate(self) -> float: ...
+
+
+def handed_in(reading: Reading, item: int) -> float:
+    """Operand bytes of a rank in the communication that the item starts."""
+    node, row = reading.nodes[item], reading.rows[item]
+    operands: list[fx.Node] = []
+    fx.map_arg([argument(node, p) for p in row.operands], operands.append)
+    return float(sum(x.num_elements * x.dtype.itemsize for n in operands for x in reading.values[n]))
+
+
+def check_seconds(node: fx.Node, seconds: Any) -> float:
+    """`seconds`, any real scalar of Python, NumPy or PyTorch, as a float. Raises MeshweaveError, naming the node, for a
+    value that is not a duration."""
+    is_scalar = isinstance(seconds, Real) or getattr(seconds, "ndim", None) == 0
+    kind = type(seconds).__name__ + str(getattr(seconds, "dtype", ""))
+    number = float(seconds) if is_scalar and not re.search("bool|complex|str|object|date|time", kind) else nan
+    if not isfinite(number) or number < 0:
+        raise MeshweaveError(
+            "a cost is not a duration", where=place_of(node), got=repr(seconds), expected="seconds: a number, 0 or more"
+        )
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedCost:
+    """A caller's callable, `cost(node)` or `cost(node, num_bytes)`, whose results are checked to be durations."""
+
+    cost: Cost
+    needs_bytes: bool  # the callable has a second required argument
+    takes_bytes: bool
+
+    def __call__(self, node: fx.Node, num_bytes: int | None = None) -> float:
+        arguments = (node,) if num_bytes is None and not self.needs_bytes else (node, num_bytes)
+        try:
+            seconds = self.cost(*arguments)
+        except MeshweaveError:
+            raise
+        except Exception as error:
+            raise MeshweaveError(
+                "the cost callable failed", where=place_of(node), got=f"{type(error).__name__}: {error}"
+            ) from error
+        return check_seconds(node, seconds)
+
+
+def checked_cost(cost: Cost) -> CheckedCost:
+    needed, accepted = _arguments(cost)
+    return CheckedCost(cost, needed > 1, accepted > 1)
+
+
+def priced_views(graph: fx.Graph, ask: CheckedCost) -> frozenset[Any]:
+    """The view ops that cost something somewhere in a graph (launches, in eager mode): they are kernels then."""
+    views = set[Any]()
+    for node in graph.nodes:
+        is_view = node.op == "call_function" and node.target not in views and is_view_op(node.target)
+        if is_view and ask(node) > 0:
+            views.add(node.target)
+    return frozenset(views)
+
+
+@dataclass(slots=True)
+class CallablePrices:
+    """A caller's costs. A merged collective is priced by the callable with its bytes if it accepts them; else on the
+    line through the smallest and the largest collective of the same op and group in the graph."""
+
+    reading: Reading
+    ask: CheckedCost
+    known: dict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+    def compute(self, node: fx.Node) -> float:
+        return self.ask(node)
+
+    def start(self, item: int, num_bytes: float) -> float:
+        seconds = self.ask(self.reading.nodes[item], int(num_bytes) if self.ask.needs_bytes else None)
+        row, channel = self.reading.rows[item], self.reading.problem.channel[item]
+        self.known.setdefault((row.name, channel), []).append((num_bytes, seconds))
+        return seconds
+
+    def curve(self, item: int) -> Curve:
+        node = self.reading.nodes[item]
+        if self.ask.takes_bytes:
+            return Curve(tuple(self.ask(node, int(size)) for size in SIZES))
+        points = self.known[self.reading.rows[item].name, self.reading.problem.channel[item]]
+        (low, first), (high, last) = min(points), max(points)
+        slope = max((last - first) / (high - low), 0.0) if high > low else first / low if low else 0.0
+        base = max(first - slope * low, 0.0)
+        return Curve(tuple(base + slope * size for size in SIZES))
+
+    def host(self, item: int) -> Curve:
+        return _NOTHING
+
+    def usage(self, item: int) -> tuple[tuple[str, float], ...]:
+        return ()
+
+    def copy_rate(self) -> float:
+        """Bytes read and written per second by large memory-bound ops. For ops that a compiler may have fused, only
+        bytes that are moved in any case count (`_moved`), so that no op seems faster than memory."""
+        problem, rates = self.reading.problem, list[float]()
+        for node, seconds in zip(self.reading.nodes, problem.seconds, strict=True):
+            if seconds > 0 and known_kind(node) in _MEMORY_BOUND:
+                moved = self._moved_bytes(node)
+                rates += [moved / seconds] if moved > _LARGE else []
+        return min(sorted(rates)[int(_QUANTILE * len(rates))], _FASTEST) if rates else _COPY_RATE
+
+    def _moved_bytes(self, node: fx.Node) -> int:
+        """Bytes that an op moves even if fused: operands that no memory-bound op computes, and results that another
+        kind of op reads."""
+        values, kinds = self.reading.values, [known_kind(n) for n in _readers(node, self.reading)]
+        read = {n for n in node.all_input_nodes if known_kind(_source(n, self.reading)) not in _MEMORY_BOUND}
+        written = [x.bytes for x in values[node]] if any(kind not in _MEMORY_BOUND for kind in kinds) else []
+        return sum(x.bytes for n in read for x in values[n]) + sum(written)
+
+
+_MEMORY_BOUND = frozenset({"pointwise", "strided", "reduction", "gather", "scan"})
+
+
+def _source(node: fx.Node, reading: Reading) -> fx.Node:
+    """The node that computed the tensor that a node is a view of."""
+    while node in reading.free and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: fx.Node, reading: Reading) -> Iterator[fx.Node]:
+    """The nodes that read a node, or a view of it."""
+    for user in node.users:
+        if user in reading.free:
+            yield from _readers(user, reading)
+        else:
+            yield user
+
+
+def _arguments(cost: Cost) -> tuple[int, int]:
+    """How many positional arguments a callable requires, and how many it accepts."""
+    try:
+        parameters = inspect.signature(cost).parameters.values()
+    except (TypeError, ValueError):
+        return 1, 1
+    plain = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in plain), len(plain)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedSeconds:
+    """The simulator's figures for the nodes of a program: seconds (of starts and kernels; missing nodes cost nothing),
+    and for starts the links that they use."""
+
+    seconds: Mapping[fx.Node, float]
+    usage: Mapping[fx.Node, tuple[tuple[str, float], ...]]
+
+
+@dataclass(slots=True)
+class ProfilePrices:
+    """Costs of a machine profile.
+
+    Communication is priced on the ranks of its group; chains of pointwise ops count as a fused kernel if the profile's
+    machine fuses: values that only the chain reads are neither written nor read. Figures in `simulated` take
+    precedence."""
+
+    reading: Reading
+    profile: MachineProfile
+    simulated: SimulatedSeconds | None = None
+    unknown: dict[str, None] = field(default_factory=dict)  # ops that were priced only by memory traffic
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return priced_by_bytes(self.unknown)
+
+    def compute(self, node: fx.Node) -> float:
+        if self.simulated is not None:
+            return self.simulated.seconds.get(node, 0.0)  # a fence, or an op that a compiler computes once
+        return sum(self.profile.compute_seconds(work) for work in self.work(node))
+
+    def work(self, node: fx.Node) -> tuple[Work, ...]:
+        values = self.reading.values
+        inputs: list[fx.Node] = []  # as written: a repeated operand counts twice
+        fx.map_arg((node.args, node.kwargs), inputs.append)
+        operands = tuple(x for n in inputs for x in values[n])
+        results = values[node]
+        kind = known_kind(node)
+        if kind == "" or not results:
+            self.unknown[op_name(node.target)] = None
+            return (memory_work("pointwise", operands, results, 1),) if operands or results else ()
+        if kind == "pointwise" and self.profile.fusion == "pointwise":
+            operands = tuple(x for n in inputs if not self.is_inner(n) for x in values[n])
+            results = () if self.is_inner(node) else results
+            return (memory_work(kind, operands, results, 1),) if operands or results else ()
+        return work_of(node, operands, results)
+
+    def is_inner(self, node: fx.Node) -> bool:
+        """Whether only pointwise ops over equally many elements read the result of a pointwise op: it stays in
+        registers."""
+        results = self.reading.values[node]
+        if node.op != "call_function" or len(results) != 1 or known_kind(node) != "pointwise":
+            return False
+        size = results[0].num_elements
+        return all(
+            known_kind(user) == "pointwise" and [x.num_elements for x in self.reading.values[user]] == [size]
+            for user in node.users
+        )
+
+    def start(self, item: int, num_bytes: float) -> float:
+        node = self.reading.nodes[item]
+        return self.simulated.seconds[node] if self.simulated is not None else self.parts(item, num_bytes)[0]
+
+    def parts(self, item: int, num_bytes: float) -> tuple[float, float]:
+        """Seconds of the links, and of the caller."""
+        row, node = self.reading.rows[item], self.reading.nodes[item]
+        mesh, axes = self.reading.program.group_of(node)
+        seconds = collective_seconds(self.profile, node, row, mesh, axes, num_bytes)
+        host = host_seconds(self.profile, row, mesh, axes, seconds)
+        return seconds - host, host
+
+    def curve(self, item: int) -> Curve:
+        if self.reading.rows[item] is TRANSFER:  # it is never merged
+            return Curve((self.start(item, 0.0),) * len(SIZES))
+        return Curve(tuple(self.parts(item, size)[0] for size in SIZES))
+
+    def host(self, item: int) -> Curve:
+        if self.reading.rows[item] is TRANSFER:
+            return _NOTHING
+        return Curve(tuple(self.parts(item, size)[1] for size in SIZES))
+
+    def usage(self, item: int) -> tuple[tuple[str, float], ...]:
+        node = self.reading.nodes[item]
+        if self.simulated is not None:
+            return self.simulated.usage[node]
+        return self.profile.usage(self.reading.rows[item].cost_name, *self.reading.program.group_of(node))
+
+    def copy_rate(self) -> float:
+        return copy_rate_of(self.profile)
+
+
+def copy_rate_of(profile: MachineProfile) -> float:
+    """Bytes read and written per second by a copy that is so large that its launch time is negligible."""
+    work = MemoryWork("strided", _COPIED, _COPIED // 4, torch.bfloat16)
+    return _COPIED / profile.compute_seconds(work)
+
+
+class CostModel(Protocol):
+    """Where costs come from. `slowdown`: the factor by which compute is slower beside communication; `capacity`: bytes
+    of a device. None if unknown."""
+
+    @property
+    def slowdown(self) -> Slowdown | None: ...
+    @property
+    def capacity(self) -> int | None: ...
+    def kernel_views(self, graph: fx.Graph) -> frozenset[Any]:
+        """The view ops that cost something."""
+
+    def prices(self, reading: Reading) -> Prices: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCosts:
+    """Costs of a machine profile; `simulated`: the simulator's figures for the present program."""
+
+    profile: MachineProfile
+    simulated: SimulatedSeconds | None = None
+
+    @property
+    def slowdown(self) -> Slowdown | None:
+        return self.profile.compute_slowdown
+
+    @property
+    def capacity(self) -> int | None:
+        return int(self.profile.usable_bytes)
+
+    def kernel_views(self, graph: fx.Graph) -> frozenset[Any]:
+        return frozenset()
+
+    def prices(self, reading: Reading) -> Prices:
+        return ProfilePrices(reading, self.profile, self.simulated)
+
+
+@dataclass(frozen=True, slots=True)
+class CallableCosts:
+    """Costs from a caller's callable."""
+
+    ask: CheckedCost
+    slowdown: Slowdown | None = None
+    capacity: int | None = None
+
+    def kernel_views(self, graph: fx.Graph) -> frozenset[Any]:
+        return priced_views(graph, self.ask)
+
+    def prices(self, reading: Reading) -> Prices:
+        return CallablePrices(reading, self.ask)
+
+
+def costs_of(cost: MachineProfile | Cost) -> CostModel:
+    return ProfileCosts(cost) if isinstance(cost, MachineProfile) else CallableCosts(checked_cost(cost))

@@ -1,0 +1,381 @@
+"""List scheduling of compute and communication together: longest remaining path first, in a bounded window, under a
+hard memory cap, links never idle while a useful communication is ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from meshweave.optimize.overlap.outline import Outline
+
+_MOST_TRIED = 64  # ready kernels that are examined for a better fit: bounds the time of a step
+_HORIZON = 64  # items beyond the window whose memory is considered
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a candidate order is computed. window: by how many items a kernel may overtake an earlier item. 0 keeps the
+    order of kernels. factor: communications are assumed to last that many times as long. ahead: how many seconds of
+    compute before its use a communication that needs memory (a gather) may start at the earliest. fit: gaps are filled
+    by the longest kernel that fits. by_path: gathers are ordered by longest remaining path, not by first use. feeds:
+    ready kernels that lead to a communication soonest come first, then those with the longest remaining path. patience:
+    if a more urgent kernel becomes ready soon, the stream idles rather than run a kernel that would delay it by more
+    than so many times the wait.
+    """
+
+    window: int
+    factor: float = 1.0
+    ahead: float = inf
+    fit: bool = False
+    by_path: bool = False
+    feeds: bool = False
+    patience: float = inf
+
+    def __str__(self) -> str:
+        parts = [f"window {self.window}"]
+        parts += [f"communication x{self.factor:g}"] if self.factor != 1 else []
+        parts += ["gathers as late as possible"] if self.ahead == -inf else []
+        parts += ["kernels before communications first"] if self.feeds else []
+        parts += ["fitted"] if self.fit else []
+        parts += [f"waits up to 1/{self.patience:g}"] if self.patience < inf else []
+        return ", ".join([*parts, *(["longest path first"] if self.by_path else [])])
+
+
+@dataclass(slots=True)
+class _Scheduler:
+    outline: Outline
+    policy: Policy
+    cap: float
+    path: list[float] = field(init=False)
+    rank: list[int] = field(init=False)  # by item: 0 is the most urgent
+    ranked: list[int] = field(init=False)  # items, the most urgent first
+    copy: list[float] = field(init=False)
+    order: list[int] = field(default_factory=list)
+    now: float = 0.0
+    progress: float = 0.0  # seconds of compute done
+    num_run: int = 0
+    live: int = 0
+    base: int = 0  # the first item, in the graph's order, that has not run
+    limit: int = 0  # items from here on are outside the window
+    missing: list[int] = field(init=False)
+    end: list[float] = field(init=False)  # of communications
+    is_done: list[bool] = field(init=False)
+    is_settled: list[bool] = field(init=False)
+    counts: list[int] = field(init=False)
+    free: list[float] = field(init=False)  # by channel: when it is idle
+    ready: list[int] = field(default_factory=list)  # kernels that can run now, by rank
+    pending: list[tuple[float, int]] = field(default_factory=list)  # kernels that wait: (when, rank)
+    chained: list[tuple[float, int]] = field(default_factory=list)  # starts that wait for a communication: (when, item)
+    outside: list[int] = field(default_factory=list)
+    gathers: list[list[tuple[float, int]]] = field(init=False)  # by channel: (need, start)
+    other_starts: list[list[tuple[float, int, int]]] = field(init=False)  # by channel: (need, turn, start)
+    flying: list[tuple[float, int]] = field(default_factory=list)  # (end, start) of communications without a wait yet
+    margin: list[float] = field(init=False)
+    need: float = 0.0  # the most bytes that were requested and available
+    lack: float = inf  # the least bytes that were requested and not available
+
+    def __post_init__(self) -> None:
+        problem, factor = self.outline.problem, self.policy.factor
+        n, channels = problem.num_items, range(len(problem.channels))
+        self.path = self.outline.path(factor)
+        self.rank, self.ranked = self.outline.ranking(factor, feeds=self.policy.feeds)
+        self.copy = [c * factor for c in problem.copy] if factor != 1 else problem.copy
+        self.missing = [len(d) + len(w) for d, w in zip(problem.deps, problem.waits, strict=True)]
+        self.end, self.is_done, self.is_settled = [0.0] * n, [False] * n, [False] * n
+        self.counts, self.live = problem.counts(), problem.base_bytes
+        self.free = [0.0 for _ in channels]
+        self.gathers, self.other_starts = [[] for _ in channels], [[] for _ in channels]
+        self.margin = [0.0 for _ in channels]
+        for c in problem.starts:
+            self.margin[problem.channel[c]] = max(self.margin[problem.channel[c]], self.copy[c])
+        self.limit = self.policy.window
+        for i in range(n):
+            if not self.missing[i]:
+                self.enter(i)
+
+    def run(self) -> list[int]:
+        problem = self.outline.problem
+        total = problem.num_items
+        while self.num_run < total:
+            kernel, at = self.pick()
+            if kernel < 0:
+                if not self.feed(inf, forced=True):
+                    self.widen()
+                continue
+            if self.feed(max(at, self.now) + problem.seconds[kernel]):
+                continue  # a start may have made items ready
+            if self.cap < inf and not self.fits(kernel):
+                kernel, at = self.make_room(kernel, at)
+            if kernel >= 0:
+                self.take(kernel)
+                self.now = max(self.now, at)
+                self.execute(kernel)
+        for _, c in sorted(self.flying):
+            if not self.is_settled[c]:
+                self.settle(c)
+        return self.order
+
+    def enter(self, i: int) -> None:
+        """Queue an item whose operands are computed, or on their way."""
+        problem = self.outline.problem
+        waits = problem.waits[i]
+        at = max([self.end[c] for c in waits]) if waits else 0.0
+        channel = problem.channel[i]
+        if channel >= 0 and at <= self.now:
+            self.queue(i, channel)
+        elif channel >= 0:
+            heappush(self.chained, (at, i))
+        elif i > self.limit:
+            heappush(self.outside, i)
+        elif at <= self.now:
+            heappush(self.ready, self.rank[i])
+        else:
+            heappush(self.pending, (at, self.rank[i]))
+
+    def queue(self, start: int, channel: int) -> None:
+        if self.outline.grows[start]:
+            key = -self.path[start] if self.policy.by_path else self.outline.needs[start]
+            heappush(self.gathers[channel], (key, start))
+        else:
+            heappush(self.other_starts[channel], (self.outline.needs[start], self.num_run, start))
+
+    def arrive(self) -> None:
+        """Move items whose wait is over to the ready queue."""
+        while self.pending and self.pending[0][0] <= self.now:
+            _, rank = heappop(self.pending)
+            heappush(self.ready, rank)
+        while self.chained and self.chained[0][0] <= self.now:
+            i = heappop(self.chained)[1]
+            self.queue(i, self.outline.problem.channel[i])
+
+    def pick(self) -> tuple[int, float]:
+        """The next kernel, and when it runs: among ready kernels that with the longest remaining path, else that
+        that waits least; -1 if there is none. A start that waits for a communication may come before it."""
+        self.arrive()
+        while not self.ready and self.chained and (not self.pending or self.chained[0][0] < self.pending[0][0]):
+            if self.has_starts():
+                return -1, inf
+            self.now = max(self.now, self.chained[0][0])
+            self.arrive()
+        if self.ready:
+            kernel = self.fitting()
+            return (kernel, self.now) if kernel >= 0 else (self.ranked[self.pending[0][1]], self.pending[0][0])
+        return (self.ranked[self.pending[0][1]], self.pending[0][0]) if self.pending else (-1, inf)
+
+    def fitting(self) -> int:
+        """The first of the kernels that can run now; if a more urgent kernel becomes ready soon, the longest that is
+        done by then; -1 if it is better to wait for the urgent kernel."""
+        first = self.ready[0]
+        if not self.policy.fit or not self.pending or self.pending[0][1] >= first:
+            return self.ranked[first]
+        gap = self.pending[0][0] - self.now
+        seconds = self.outline.problem.seconds
+        best, longest = -1, 0.0
+        for rank in self.ready[:_MOST_TRIED]:
+            i = self.ranked[rank]
+            if longest < seconds[i] <= gap:
+                best, longest = i, seconds[i]
+        if best >= 0:
+            return best
+        over = seconds[self.ranked[first]] - gap
+        return -1 if over > self.policy.patience * gap else self.ranked[first]
+
+    def has_starts(self) -> bool:
+        return any(self.gathers) or any(self.other_starts)
+
+    def take(self, kernel: int) -> None:
+        """Remove a picked kernel from its heap."""
+        ready, rank = self.ready, self.rank[kernel]
+        if self.pending and self.pending[0][1] == rank:
+            heappop(self.pending)
+        elif ready[0] == rank:
+            heappop(ready)
+        else:
+            ready.remove(rank)
+            heapify(ready)
+
+    def execute(self, kernel: int) -> None:
+        problem = self.outline.problem
+        for c in problem.waits[kernel]:
+            if not self.is_settled[c]:
+                self.settle(c)
+        self.order.append(kernel)
+        seconds = problem.seconds[kernel]
+        self.now += seconds
+        self.progress += seconds
+        counts, sizes = self.counts, problem.sizes
+        self.live += self.outline.growth[kernel]
+        for s in problem.allocs[kernel]:
+            if not counts[s]:
+                self.live -= sizes[s]
+        for s in problem.uses[kernel]:
+            counts[s] -= 1
+            if not counts[s]:
+                self.live -= sizes[s]
+        self.done(kernel)
+
+    def done(self, i: int) -> None:
+        self.is_done[i] = True
+        self.num_run += 1
+        missing = self.missing
+        for u in self.outline.users[i]:
+            missing[u] -= 1
+            if not missing[u]:
+                self.enter(u)
+        if i == self.base:
+            done, base, n = self.is_done, self.base, len(self.is_done)
+            while base < n and done[base]:
+                base += 1
+            self.base, self.limit = base, base + self.policy.window
+            while self.outside and self.outside[0] <= self.limit:
+                self.enter(heappop(self.outside))
+
+    def widen(self) -> None:
+        """Nothing in the window can run: take the first item outside, or wait for the next communication."""
+        if self.outside:
+            i = heappop(self.outside)
+            self.limit = max(self.limit, i)
+            self.enter(i)
+            return
+        assert self.chained, "an item is ready, pending or outside while any is left"
+        self.now = max(self.now, self.chained[0][0])
+        self.arrive()
+
+    def feed(self, until: float, forced: bool = False) -> bool:
+        """Start communications in every channel that would be idle before `until`. Returns whether any was started.
+
+        Communications needed soon come first, then those that free memory, then gathers for later. `forced`: start at
+        least one, because nothing else can proceed.
+        """
+        is_fed = False
+        for channel in range(len(self.free)):
+            while self.free[channel] < until or forced:
+                start = self.next_start(channel, forced and not is_fed)
+                if start < 0:
+                    break
+                self.issue(start, channel)
+                is_fed = True
+                if forced:
+                    break
+        return is_fed
+
+    def next_start(self, channel: int, forced: bool) -> int:
+        gathers, other_starts = self.gathers[channel], self.other_starts[channel]
+        if gathers:
+            start = gathers[0][1]
+            slack = self.outline.needs[start] - self.progress - self.copy[start]
+            is_urgent = slack <= self.margin[channel]
+            if (is_urgent or not other_starts) and (forced or self.may_gather(start, slack)):
+                return heappop(gathers)[1]
+        return heappop(other_starts)[2] if other_starts else -1
+
+    def may_gather(self, start: int, slack: float) -> bool:
+        """Whether a gather may start now: not too early, and with room for it until its use, assuming the graph's order
+        for what else will live then."""
+        if slack > self.policy.ahead:
+            return False
+        outline, growth = self.outline, self.outline.growth[start]
+        if self.cap == inf or not growth:
+            return True
+        coming = outline.highest(self.base, outline.uses_at[start])
+        if coming > self.cap:  # the graph's order does not fit either, so it tells nothing
+            self.lack = min(self.lack, coming)
+            return self.has(self.live + growth)
+        return self.has(max(self.live, coming + self.above()) + growth)
+
+    def has(self, num_bytes: int) -> bool:
+        """Whether so much memory is available."""
+        if num_bytes <= self.cap:
+            self.need = max(self.need, num_bytes)
+            return True
+        self.lack = min(self.lack, num_bytes)
+        return False
+
+    def issue(self, start: int, channel: int) -> None:
+        for c in self.outline.problem.waits[start]:
+            if not self.is_settled[c]:
+                self.settle(c)
+        self.now += self.outline.problem.seconds[start]  # of folded items
+        self.progress += self.outline.problem.seconds[start]
+        begin = max(self.now, self.free[channel])
+        self.free[channel] = self.end[start] = begin + self.copy[start]
+        self.order.append(start)
+        self.live += self.outline.growth[start]
+        if self.outline.problem.is_waited[start]:
+            heappush(self.flying, (self.end[start], start))
+        self.done(start)
+
+    def settle(self, start: int) -> None:
+        """Place the wait for a communication here; storages that only it occupied are free."""
+        self.is_settled[start] = True
+        self.now = max(self.now, self.end[start]) + self.outline.problem.host[start]
+        self.order.append(~start)
+        counts, sizes = self.counts, self.outline.problem.sizes
+        for s in self.outline.holds[start]:
+            counts[s] -= 1
+            if not counts[s]:
+                self.live -= sizes[s]
+
+    def fits(self, kernel: int) -> bool:
+        """Whether a kernel may run now: it fits, and the schedule's excess over the graph's order will still fit at
+        that order's next peak. The graph's next item, and items that free memory, only have to fit now."""
+        growth = self.outline.growth[kernel]
+        if not self.has(self.live + growth):
+            return False
+        if kernel == self.base:
+            return True
+        counts, sizes = self.counts, self.outline.problem.sizes
+        net = growth - sum([sizes[s] for s in self.outline.problem.uses[kernel] if counts[s] == 1])
+        coming = self.coming()
+        if coming > self.cap:
+            self.lack = min(self.lack, coming)
+        return net <= 0 or coming > self.cap or self.has(max(coming, self.above() + net + coming))
+
+    def above(self) -> int:
+        """Live bytes in excess of those in the graph's order before its next item."""
+        return self.live - self.outline.before[self.base]
+
+    def coming(self) -> int:
+        return self.outline.highest(self.base, self.base + self.policy.window + _HORIZON)
+
+    def make_room(self, kernel: int, at: float) -> tuple[int, float]:
+        """What to do if a kernel does not fit: first waits for finished communications, then another kernel that fits,
+        then the graph's next item, then a wait for a communication. Returns the kernel to run and when; -1: pick
+        again."""
+        settled = False
+        while self.flying and self.flying[0][0] <= self.now:
+            start = heappop(self.flying)[1]
+            if not self.is_settled[start]:
+                self.settle(start)
+                settled = True
+                if self.fits(kernel):
+                    return kernel, at
+        if settled:
+            return -1, at
+        ready = [self.ranked[rank] for rank in sorted(self.ready[:_MOST_TRIED])]
+        other = next((i for i in ready if i != kernel and self.fits(i)), -1)
+        if other >= 0:
+            return other, self.now
+        while self.flying and self.is_settled[self.flying[0][1]]:
+            heappop(self.flying)
+        if self.flying and (not self.pending or self.flying[0][0] <= self.pending[0][0]):
+            end, start = heappop(self.flying)
+            self.now = max(self.now, end)
+            self.settle(start)
+            self.arrive()
+            return -1, at
+        if self.base < len(self.rank) and self.rank[self.base] in self.ready:
+            return self.base, self.now
+        if self.pending and self.ready and at <= self.now:  # no ready item fits: wait for the next communication
+            self.now = max(self.now, self.pending[0][0])
+            self.arrive()
+            return -1, at
+        return kernel, at
+
+
+def schedule(outline: Outline, policy: Policy, cap: float = inf) -> tuple[list[int], float, float]:
+    """An order of a problem with its waits, and the range of memory (from, below) in which any cap gives this order. It
+    stays under `cap` bytes if the scheduler succeeds; the caller checks."""
+    scheduler = _Scheduler(outline, policy, cap)
+    return scheduler.run(), scheduler.need if cap < inf else inf, scheduler.lack

@@ -1,0 +1,399 @@
+"""Placement: every value gets a layout, and a move is inserted wherever producer and consumer disagree."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.errors import RuleError
+from meshweave.ir import ops
+from meshweave.ir.graph import (
+    Input,
+    StepGraph,
+    copy_meta,
+    map_nodes,
+    op_name,
+    origin_of,
+    replace_inputs,
+    spec_of,
+    tensor_inputs,
+)
+from meshweave.ir.grouped import BY_ROWS, key_of
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.traits import VIEWS
+from meshweave.ir.verify import check_captured
+from meshweave.ops.registry import result_specs, row_for
+from meshweave.place.assign import Assignment, Operand, Price, as_asked, cheapest, follow_result, homes
+from meshweave.place.copies import Copy, is_no_larger, phase_of
+from meshweave.place.decide import Placement
+from meshweave.place.forms import Forms, due_at_casts
+from meshweave.place.operators import Pin, translate
+from meshweave.place.owned import by_rows, ends_by_key, ends_cut, expert_axes, lookup_cut, narrow_rows, owned_price
+from meshweave.place.pinned import PinnedAxes
+from meshweave.place.rates import Rates, default_rates
+from meshweave.place.sums import Sums
+from meshweave.place.users import proposed_by_users
+
+ours = torch.ops.meshweave
+PIN = torch.ops.meshweave.pin.default
+ROUND_PARTS = torch.ops.meshweave.round_parts.default
+
+# Factor on the price of moving a parameter away from the layout that the plan uses it in, a value away from its
+# operator's layout, or a part of a sum that is cast before the sum: such layouts are kept wherever possible.
+PINNED_WEIGHT = 100.0
+
+
+@dataclass(slots=True)
+class _Placer:
+    step: StepGraph
+    placement: Placement
+    price: Price
+    rates: Rates = default_rates
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    copies: dict[fx.Node, list[Copy]] = field(default_factory=dict)
+    tuples: dict[fx.Node, tuple[fx.Node, tuple[Layout | None, ...]]] = field(default_factory=dict)
+    # results that are moved right after their op
+    homes: dict[tuple[fx.Node, int], Layout] = field(default_factory=dict)
+    items: dict[fx.Node, Input] = field(default_factory=dict)
+    decided: dict[Any, Assignment] = field(default_factory=dict)
+    due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved right after their op
+    stored: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
+    used: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
+    abroad: dict[tuple[fx.Node, str, str], Copy] = field(default_factory=dict)
+    pinned: PinnedAxes = field(default_factory=PinnedAxes)
+    forms: Forms = field(init=False)
+    sums: Sums = field(init=False)
+    ends: dict[str, fx.Node] = field(init=False)  # by key, if rows are owned
+    expert_axes: frozenset[str] = frozenset()
+    line: str = ""  # source of the op being placed: a moved input is attributed to this line
+
+    def run(self) -> StepGraph:
+        self.items = self.step.sources
+        outputs = self.step.results.items()
+        self.ends = ends_by_key(self.step)
+        self.forms = Forms(self.items, frozenset(self.ends.values()))
+        self.sums = Sums(self.step, self.placement.accumulate_in)
+        self.expert_axes = expert_axes(self.step, self.forms, self.placement.used)
+        for (kind, name), value in outputs:
+            if kind in ("grad", "loss", "buffer", "output"):
+                wanted = self.placement.layout(kind, name, spec_of(value))
+                self.due.setdefault(value, []).append((wanted, self._output_phase(kind, value)))
+        self.due |= due_at_casts(self.due)
+        for node in self.items:
+            self._input(node)
+        for node in self.sums.order():
+            if node.op == "call_function":
+                self._node(node)
+            for so_far in self.sums.of_gradient.get(node, ()):
+                self._lay_out_sum(so_far, node)
+            for layout, phase in self.due.get(node, ()):
+                self.fetch(node, layout, phase)
+        results = [self._output(kind, name, value) for (kind, name), value in outputs]
+        self.graph.output(results)
+        narrow_rows(self.graph)
+        # A copy (a gathered parameter, say) that was offered to an op, which then used another copy.
+        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        return replace(self.step, graph=self.graph)
+
+    def _input(self, node: fx.Node) -> None:
+        item = self.items[node]
+        layout = self.placement.layout("param" if item.kind == "acc" else item.kind, item.name, item.spec)
+        new = copy_meta(node, self.graph.placeholder(node.name), layout=layout.normalized(item.spec.shape))
+        self.copies[node] = [Copy(new, new.meta["layout"], phase_of(new))]
+
+    def _output(self, kind: str, name: str, value: fx.Node) -> fx.Node:
+        if kind == "acc":
+            return self.copies[value][0].node
+        return self.fetch(value, self.placement.layout(kind, name, spec_of(value)), self._output_phase(kind, value))
+
+    def _output_phase(self, kind: str, value: fx.Node) -> str:
+        if kind == "grad":
+            return "reduce" if value in self.sums.operands else "backward"
+        return phase_of(value) if kind in ("loss", "buffer", "output") else "update"
+
+    def _node(self, node: fx.Node) -> None:
+        if node.target is operator.getitem and node.args[0] in self.tuples:
+            self._item(node)
+        elif node.target is PIN:
+            self._pin(node)
+        elif not self.forms.is_created_on_demand(node) and not self.forms.is_of_parameter(node):
+            self._op(node)  # these are computed where they are needed, in the layout needed
+
+    # parameters, their casts and views
+
+    def _stored_form(self, node: fx.Node, phase: str) -> Copy:
+        """The parameter, cast where the graph casts it, in its stored layout."""
+        if node.op == "placeholder":
+            return self.copies[node][0]
+        key = (node, phase)
+        if key not in self.stored:
+            source = self._stored_form(tensor_inputs(node)[0], phase)
+            self.stored[key] = self._copy(node, [source.node], source.layout, phase)
+        return self.stored[key]
+
+    def _used_form(self, node: fx.Node, phase: str) -> Copy:
+        """The parameter in the form that `phase` uses: gathered, then viewed."""
+        phase = "forward" if self.forms.name(node) in self.placement.kept else phase
+        key = (node, phase)
+        if key in self.used:
+            return self.used[key]
+        if self.forms.is_stored(node):
+            stored = self._stored_form(node, phase)
+            target = self.placement.used.get(self.forms.name(node), stored.layout).normalized(spec_of(node).shape)
+            used = self._move(stored, target, node, phase)
+        else:
+            source = self._used_form(tensor_inputs(node)[0], phase)
+            spec = spec_of(source.node)
+            option = self._choose(node, [Operand(spec, (source.layout,))], source.layout.mesh)
+            operand = self._move(source, option.operands[0], node, phase)
+            used = self._copy(node, [operand.node], option.results[0], phase, option)
+        self.used[key] = used
+        return used
+
+    # values and their copies
+
+    def copies_in(self, node: fx.Node, phase: str) -> list[Copy]:
+        """The copies of a value that a consumer in `phase` may use, the original first.
+
+        Larger copies do not outlive their phase, except the first copy on each other mesh: the value is not sent twice.
+        """
+        if self.forms.is_of_parameter(node) and phase != "update":
+            original, others, spec = self._used_form(node, phase), self.copies.get(node, [])[1:], None
+        else:
+            (original, *others), spec = self.copies[node], spec_of(node)
+        if phase == "update" and node in self.due:  # a gradient is used in its stored layout
+            wanted = [layout.normalized(spec_of(node).shape) for layout, _ in self.due[node]]
+            return [c for c in (original, *others) if c.layout in wanted] or [original]
+        usable, meshes = [original], {original.layout.mesh}
+        for copy in others:
+            lasts = copy.layout.mesh not in meshes or (spec and is_no_larger(copy.layout, original.layout, spec))
+            meshes.add(copy.layout.mesh)
+            usable += [copy] if lasts or copy.phase == phase else []
+        return usable
+
+    def fetch(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
+        """The value in the layout `wanted`: an existing copy, or a new move from the cheapest copy."""
+        wanted = wanted.normalized(spec_of(node).shape)
+        if wanted.owned:
+            return self._owned(node, wanted, phase)
+        if self.forms.is_created_on_demand(node):
+            return self._created(node, wanted, phase).node
+        if self._is_view_abroad(node, wanted, phase) and (moved := self._viewed_abroad(node, wanted, phase)):
+            return moved.node
+        copies = self.copies_in(node, phase)
+        for copy in copies:
+            if copy.layout == wanted:
+                return copy.node
+        source = min(copies, key=lambda c: (self.price(c.layout, wanted, spec_of(node)), bool(c.layout.owned)))
+        if source.layout.owned:
+            source = self._by_rows(ours.leave_rows.default, source.node, source.layout.owned_as_parts(), node, phase)
+            return self.fetch(node, wanted, phase)
+        moved = self._move(source, wanted, node, phase)
+        self.copies.setdefault(node, [source]).append(moved)
+        return moved.node
+
+    def _owned(self, node: fx.Node, wanted: Layout, phase: str) -> fx.Node:
+        """The value with owned rows: an existing copy, or its whole rows narrowed to owned rows."""
+        known = [] if self.forms.is_created_on_demand(node) else self.copies_in(node, phase)
+        for copy in (*known, *self.copies.get(node, ())):
+            if copy.layout == wanted and (copy in known or copy.phase == phase):
+                return copy.node
+        value = self.fetch(node, wanted.without_owned(), phase)
+        return self._by_rows(ours.enter_rows.default, value, wanted, node, phase).node
+
+    def _by_rows(self, target: Any, value: fx.Node, layout: Layout, node: fx.Node, phase: str) -> Copy:
+        _, dim, key = (*layout.owned, *value.meta["layout"].owned)[0]
+        ends = self.fetch(self.ends[key], ends_cut(layout, dim, self.ends[key]), phase)
+        new = by_rows(target, value, ends, layout, node)
+        new.meta["origin"] = replace(origin_of(node), phase=phase)
+        copy = Copy(new, layout, phase)
+        self.copies.setdefault(node, []).append(copy)
+        return copy
+
+    def _is_view_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> bool:
+        """Whether a view of a parameter is needed on another mesh than the parameter's."""
+        return (
+            node.op == "call_function"
+            and node.target in VIEWS
+            and phase != "update"
+            and self.forms.is_of_parameter(node)
+            and wanted.mesh != self.placement.homes[self.forms.parameter(node)]
+        )
+
+    def _viewed_abroad(self, node: fx.Node, wanted: Layout, phase: str) -> Copy | None:
+        """A view of a parameter's copy on another mesh, which forward and backward share; None if the view is not
+        possible there in the layout needed."""
+        key = (node, str(wanted), phase)
+        if key not in self.abroad:
+            (source,) = tensor_inputs(node)
+            option = follow_result(row_for(node).rule(node), wanted, [spec_of(source)], [spec_of(node)])
+            if option.results[0] != wanted:
+                return None
+            value = self.fetch(source, option.operands[0], phase)
+            self.abroad[key] = self._copy(node, [value], wanted, phase, option)
+        return self.abroad[key]
+
+    def _created(self, node: fx.Node, wanted: Layout, phase: str) -> Copy:
+        """A value computed on demand in the layout needed: nothing moves, except to make it partial. It is recomputed
+        in each phase; random values are shared by forward and backward, because drawing them again costs more."""
+        operands = tensor_inputs(node)
+        rule = row_for(node).rule(node)
+        option = follow_result(rule, wanted, [spec_of(n) for n in operands], result_specs(node))
+        plain = option.results[0]
+        stays = self.forms.is_random(node)
+        same = (c for c in self.copies.get(node, ()) if c.layout == plain and (stays or c.phase == phase))
+        known = next(same, None)
+        if known is None:
+            values = [self.fetch(n, layout, phase) for n, layout in zip(operands, option.operands, strict=True)]
+            known = self._copy(node, values, plain, phase, option)
+            self.copies.setdefault(node, []).append(known)
+        return self._move(known, wanted, node, phase)
+
+    def _copy(
+        self, node: fx.Node, values: list[fx.Node], layout: Layout, phase: str, option: Assignment | None = None
+    ) -> Copy:
+        new = self._emit(node, values, phase)
+        new.meta.update({"layout": layout} if option is None else {"layout": layout, "assignment": option})
+        return Copy(new, layout, phase)
+
+    def _move(self, source: Copy, target: Layout, value: fx.Node, phase: str) -> Copy:
+        if source.layout == target:
+            return source
+        new = self.graph.call_function(ops.move, (source.node, str(target)))
+        origin = replace(origin_of(value), phase=phase, source=origin_of(value).source or self.line)
+        new.meta.update(spec=spec_of(source.node), origin=origin, layout=target)
+        return Copy(new, target, phase_of(new))
+
+    # ops
+
+    def _emit(self, node: fx.Node, values: list[fx.Node], phase: str) -> fx.Node:
+        args, kwargs = replace_inputs(node, values)
+        new = copy_meta(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
+        if origin_of(new).phase != phase:
+            new.meta["origin"] = replace(origin_of(new), phase=phase)
+        if node.target in BY_ROWS:
+            new.meta["key"] = key_of(node)
+        return new
+
+    def _choose(self, node: fx.Node, operands: list[Operand], mesh: Mesh) -> Assignment:
+        """The cheapest assignment; decided once for equal nodes (the twins in repeated layers)."""
+        fixed = map_nodes(node, lambda n: None)
+        # A summand of gradients has the layout of its operands; it is moved in the last microbatch.
+        wanted = operands[0].layouts if node in self.sums.operands else tuple(due for due, _ in self.due.get(node, ()))
+        proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_created_on_demand, self._layout_of)
+        if not wanted:
+            proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
+        named = key_of(node) if node.target in BY_ROWS else ""
+        key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh, named)
+        if key not in self.decided:
+            rule = as_asked(row_for(node).rule(node), self.placement.attention)
+            specs = result_specs(node)
+            self.decided[key] = cheapest(rule, mesh, operands, specs, self.price, wanted, proposed, self.rates)
+        return self.decided[key]
+
+    def _layout_of(self, node: fx.Node) -> Layout | None:
+        return self.copies[node][0].layout if node in self.copies else None
+
+    def _op(self, node: fx.Node) -> None:
+        phase = phase_of(node)
+        self.line = origin_of(node).source
+        operands, mesh = tensor_inputs(node), self.placement.homes[node]
+        described = [self._operand(n, phase, mesh) for n in operands]
+        if node.target is ROUND_PARTS:
+            described = [replace(h, weight=PINNED_WEIGHT) for h in described]
+        try:
+            option = self._choose(node, described, mesh)
+        except RuleError as error:
+            if error.where:
+                raise
+            got = f"{op_name(node.target)}: {error.got}"
+            raise RuleError(error.what, where=str(origin_of(node)), got=got) from error
+        if phase != "update":
+            self.pinned.follow(node, operands, option, lambda n: self.copies[n][0].layout)
+        values = [self.fetch(n, wanted, phase) for n, wanted in zip(operands, option.operands, strict=True)]
+        new = self._emit(node, values, origin_of(node).phase)
+        new.meta["assignment"] = option
+        if isinstance(node.meta["spec"], tuple):
+            rest = iter(option.results)
+            layouts = tuple(next(rest) if s is not None else None for s in node.meta["spec"])
+            new.meta["layout"] = layouts
+            self.tuples[node] = (new, layouts)
+            kept = homes(row_for(node).rule(node), node.meta["spec"], described)
+            self.homes |= {(node, at): layout for at, layout in kept.items()}
+            return
+        new.meta["layout"] = option.results[0]
+        self.copies[node] = [Copy(new, option.results[0], phase_of(new))]
+
+    def _lay_out_sum(self, so_far: fx.Node, gradient: fx.Node) -> None:
+        """Give an accumulated gradient its layout as soon as that of the microbatch's gradient is known, and start the
+        move of this microbatch's gradient to it."""
+        stored = self.copies[so_far][0]
+        if not self.forms.is_created_on_demand(gradient):
+            shape = spec_of(so_far).shape
+            layout = self.sums.layout(self.copies_in(gradient, "backward")[0].layout, stored.layout, shape)
+            stored.layout = stored.node.meta["layout"] = layout.normalized(shape)
+            self.fetch(gradient, stored.layout, "backward")
+
+    def _operand(self, node: fx.Node, phase: str, mesh: Mesh) -> Operand:
+        """A value as an op on `mesh` sees it: in its layouts on that mesh, else as it would arrive from another."""
+        spec = spec_of(node)
+        if self.forms.is_created_on_demand(node):
+            return Operand(spec, (Layout.replicated(mesh, len(spec.shape)),), 0.0)
+        copies = self.copies_in(node, phase)
+        here = [c.layout for c in copies if c.layout.mesh == mesh]
+        here += [layout.owned_as_parts() for layout in here if layout.owned]
+        layouts = tuple(dict.fromkeys(here or [translate(copies[0].layout, mesh).normalized(spec.shape)]))
+        is_pinned = bool(self.pinned.of(node)) or (self.forms.is_of_parameter(node) and phase != "update")
+        return Operand(spec, layouts, PINNED_WEIGHT if is_pinned else 1.0, len(node.users))
+
+    def _item(self, node: fx.Node) -> None:
+        source, layouts = self.tuples[node.args[0]]  # type: ignore[index]
+        layout = layouts[node.args[1]]  # type: ignore[index]
+        assert layout is not None
+        self.pinned.axes[node] = self.pinned.of(node.args[0])  # type: ignore[arg-type]
+        new = copy_meta(node, self.graph.call_function(operator.getitem, (source, node.args[1])), layout=layout)
+        own = Copy(new, layout, phase_of(new))
+        self.copies[node] = [own]
+        target = self.homes.get((node.args[0], node.args[1]), layout).normalized(spec_of(node).shape)  # type: ignore[arg-type]
+        if target != layout and node.users:
+            self.copies[node] = [self._move(own, target, node, own.phase), *([] if layout.partial else [own])]
+
+    def _pin(self, node: fx.Node) -> None:
+        """A pin is its operand in the pinned layout; the gradient of an operator goes back to the operand's layout."""
+        value, text, is_grad = node.args
+        assert isinstance(value, fx.Node)
+        pin, phase, spec = Pin.parse(str(text)), phase_of(node), spec_of(node)
+        self.line = origin_of(node).source
+        whole = Layout.replicated(self.placement.mesh, len(spec.shape))
+        is_created = self.forms.is_created_on_demand(value)
+        source = self._created(value, whole, phase) if is_created else self.copies_in(value, phase)[0]
+        layout = source.layout if pin.mesh is not None else translate(source.layout, self.placement.homes[node])
+        source_layout = target = layout.without_owned()
+        if not pin.is_operator:
+            target = pin.layout(source_layout, bool(is_grad))
+        elif self.placement.mesh.num_devices > 1:
+            target = self.pinned.pin(node, value, pin, source_layout, bool(is_grad))
+        pinned = self.fetch(value, target.normalized(spec.shape), phase)
+        self.copies[node] = [Copy(pinned, pinned.meta["layout"], phase_of(pinned))]
+
+
+def place(
+    step: StepGraph,
+    placement: Placement,
+    price: Price,
+    decided: dict[Any, Assignment] | None = None,
+    rates: Rates = default_rates,
+) -> StepGraph:
+    """The placed graph: every node has a layout (`meta["layout"]`), every op an assignment, every disagreement a move.
+
+    `price(source, target, spec)` is the time in seconds of a move, `rates` are the compute rates for repeated work.
+    `decided` may be passed on from an earlier placement of the same step: decisions for equal ops are then reused.
+    Raises RuleError for an op without a rule.
+    """
+    check_captured(step)
+    return _Placer(step, placement, owned_price(price), rates, decided={} if decided is None else decided).run()

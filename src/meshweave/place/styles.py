@@ -1,0 +1,102 @@
+"""What the usual styles (colwise, rowwise, ...) mean for the parameters of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from meshweave.errors import PlanError
+from meshweave.place.plans import Resolved
+
+# The names that Hugging Face tp plans use (transformers/integrations/tensor_parallel.py), and their meaning here.
+# "gather output" and the like fix the layout of a module's result, which placement decides by cost; "" stands for a
+# style of values only. Packed weights (gate and up in a single matrix) are stored in plain pieces of that dim.
+HF_STYLES = {
+    "colwise": "colwise",
+    "colwise_rep": "colwise",
+    "colwise_gather_output": "colwise",
+    "packed_colwise": "colwise",
+    "rowwise": "rowwise",
+    "packed_rowwise": "rowwise",
+    "rowwise_rep": "rowwise",
+    "rowwise_split_input": "rowwise",
+    "embedding_rowwise": "rowwise",
+    "embedding_colwise": "colwise",
+    "sequence_parallel": "sequence",
+    "replicate": "replicate",
+    "replicated_with_grad_allreduce": "replicate",
+    "mla_kv_a_proj": "replicate",
+    "grouped_gemm": "experts",
+    **dict.fromkeys(("all_reduce", "moe_tp_experts", "moe_identity_expert", "local_params", "ep_dispatch_experts"), ""),
+}
+
+# Module type -> style -> parameter -> the dim that the axis shards. Linear weights are [out, in] (torch.nn.Linear),
+# Hugging Face Conv1D weights [in, out] (transformers/pytorch_utils.py), convolutions [out, in, ...].
+_OUT_IN = {"colwise": {"weight": 0, "bias": 0}, "rowwise": {"weight": 1}}
+_IN_OUT = {"colwise": {"weight": 1, "bias": 0}, "rowwise": {"weight": 0}}
+_TABLES = {
+    "Linear": _OUT_IN,
+    "Embedding": _IN_OUT,
+    "Conv1D": _IN_OUT,
+    "Conv2d": _OUT_IN,
+}
+
+
+def style_dims(module: nn.Module) -> Mapping[str, Mapping[str, int]] | None:
+    """The meaning of colwise and rowwise for a module, or None if they have none."""
+    return next((_TABLES[c.__name__] for c in type(module).__mro__ if c.__name__ in _TABLES), None)
+
+
+def apply_style(resolved: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
+    """Record what a style requires of a module's parameters and values."""
+    module = model.get_submodule(name)
+    if style == "sequence":
+        resolved.pins.append((name, "out", f"{axis}=1"))
+        return
+    if style == "replicate":
+        for param, _ in module.named_parameters(prefix=name):
+            resolved.shard(param, axis, None, where)
+        return
+    table = style_dims(module)
+    if table is None:
+        raise PlanError(
+            f"{style} means nothing for a {type(module).__name__}",
+            where=f"{name} (from {where})",
+            expected=f"a module of type {', '.join(_TABLES)}",
+            hint="give its parameters layouts instead",
+        )
+    canonical = {id(p): n for n, p in model.named_parameters()}
+    for param, value in module.named_parameters(recurse=False):
+        resolved.shard(canonical[id(value)], axis, table[style].get(param), where)
+
+
+def apply_param_style(resolved: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
+    """Record what a style requires of a parameter without a module of its own, such as a stack of matrices [e, out,
+    in].
+
+    Colwise cuts the second last dim (a vector's only dim), rowwise the last (no vector), experts the first.
+    """
+    rank = model.get_parameter(name).dim()
+    dims = {"colwise": max(rank - 2, 0), "rowwise": rank - 1 if rank > 1 else None, "experts": 0}
+    resolved.shard(name, axis, dims.get(style), where)
+
+
+def expert_parameters(model: nn.Module) -> dict[str, str]:
+    """Parameters stacked over experts on dim 0, and the evidence: the model's own expert plan, or a module named
+    `experts` whose parameters all have the same number of rows. Empty for a model without experts."""
+    plan = getattr(model, "ep_plan", None) or {}
+    stacked = [glob for glob, style in plan.items() if HF_STYLES.get(style) == "experts"]
+    by_name = {
+        n: g for n, _ in model.named_parameters() for g in stacked if fnmatchcase(n, g) or fnmatchcase(n, f"*.{g}")
+    }
+    if by_name:
+        return by_name
+    shown: dict[str, str] = {}
+    for name, module in model.named_modules():
+        own = list(module.named_parameters(prefix=name, recurse=False))
+        is_stack = len({p.shape[:1] for _, p in own}) == 1 and all(p.dim() > 1 for _, p in own)
+        if name.rpartition(".")[2] == "experts" and is_stack:
+            shown |= {n: f"the module {name}" for n, _ in own}
+    return shown

@@ -1,1 +1,0 @@
-"""A program in the scheduler's form: items with durations, dependencies and storages."""

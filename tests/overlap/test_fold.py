@@ -1,0 +1,155 @@
+"""Folded kernels: which they are, and that every order of the folded problem is an order of the original, as long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from tests.overlap.by_hand import Entry, all_orders, communication, kernel, problem_of
+
+from meshweave.optimize.overlap.fold import fold, trivial_fold
+from meshweave.optimize.overlap.model import Problem
+from meshweave.optimize.overlap.play import peak_of, seconds_of
+from meshweave.optimize.overlap.waits import with_waits
+
+LONG = kernel("long", 9.0)  # so that the other kernels are shorter than the mean
+LAST = kernel("last", 9.0, "full")
+
+
+def items_of(problem: Problem) -> list[list[str]]:
+    """The members of each item of the folded problem, by name."""
+    return [[problem.names[i] for i in group] for group in fold(problem).members]
+
+
+# The items that have several members.
+CASES: dict[str, tuple[list[Entry], list[list[str]]]] = {
+    "a cast of its gather": ([kernel("cast", 1), communication("full", 2, "cast"), LAST], [["cast", "full"]]),
+    "a chain of kernels": (
+        [kernel("a", 1), kernel("b", 1, "a"), kernel("c", 1, "b"), LONG],
+        [["a", "b", "c"]],
+    ),
+    "two operands, and their operands": (
+        [kernel("a", 1), kernel("b", 1), kernel("c", 1, "a"), kernel("sum", 1, "b", "c"), LONG],
+        [["a", "b", "c", "sum"]],
+    ),
+    "a kernel with two users": ([kernel("a", 1), kernel("b", 1, "a"), kernel("c", 1, "a"), LONG], []),
+    "a kernel that needs a kernel with two users": (
+        [kernel("a", 1), kernel("b", 1, "a"), kernel("c", 1, "a"), kernel("d", 1, "b"), LONG],
+        [],
+    ),
+    "a kernel without a user": ([kernel("a", 1), LONG], []),
+    "a kernel of the mean": ([kernel("a", 2), kernel("b", 2, "a")], [["a", "b"]]),
+    "a kernel above the mean": ([kernel("a", 2.1), kernel("b", 2, "a")], []),
+    "communications do not count for the mean": (
+        [kernel("a", 2), kernel("b", 2, "a"), communication("full", 90, "b")],
+        [["a", "b", "full"]],
+    ),
+    "a kernel that needs a communication": (
+        [communication("full", 2), kernel("a", 1, "full"), kernel("b", 1, "a"), LONG],
+        [],
+    ),
+    "the operand of a kernel above the mean": ([kernel("a", 1), kernel("long", 9, "a"), kernel("b", 1, "long")], [
+        ["a", "long"],
+    ]),
+    "a start": ([communication("full", 2), LAST], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_light_kernels_of_inputs_alone_belong_to_their_only_user(name: str) -> None:
+    entries, expected = CASES[name]
+    assert [names for names in items_of(problem_of(*entries)) if len(names) > 1] == expected
+
+
+def stored(*entries: Entry) -> Problem:
+    """Every item has a result of its own size, which its users read."""
+    problem = problem_of(*entries)
+    problem.sizes = [1 << i for i in range(problem.num_items)]
+    problem.allocs = [(i,) for i in range(problem.num_items)]
+    problem.uses = list(problem.deps)
+    problem.kept, problem.before = [False] * problem.num_items, [False] * problem.num_items
+    problem.order = with_waits(problem, range(problem.num_items))
+    return problem
+
+
+BLOCKS = (
+    kernel("cast", 1.0),
+    communication("full", 3.0, "cast"),
+    kernel("long", 8.0),
+    kernel("mask", 0.5),
+    kernel("shifted", 0.5, "mask"),
+    kernel("scores", 5.0, "full", "shifted"),
+    communication("sums", 2.0, "scores", channel="b"),
+    kernel("tail", 1.0, "long"),
+)
+
+
+def played(problem: Problem, order: Sequence[int]) -> float:
+    """Seconds of an order in which a start takes the seconds of the kernels in it, before its communication begins."""
+    now, free, ends = 0.0, dict[int, float](), dict[int, float]()
+    for x in order:
+        now = now + problem.seconds[x] if x >= 0 else max(now, ends[~x])
+        if x >= 0 and problem.channel[x] >= 0:
+            ends[x] = free[problem.channel[x]] = max(now, free.get(problem.channel[x], 0.0)) + problem.copy[x]
+    return max(now, *ends.values())
+
+
+def test_every_order_of_the_folded_problem_is_an_order_of_the_original_that_takes_as_long() -> None:
+    problem = stored(*BLOCKS)
+    folded = fold(problem)
+    assert folded.problem.names == ["full", "long", "scores", "sums", "tail"]
+    assert [[problem.names[i] for i in group] for group in folded.members] == [
+        ["cast", "full"], ["long"], ["mask", "shifted", "scores"], ["sums"], ["tail"]
+    ]  # fmt: skip
+    orders = list(all_orders(folded.problem))
+    assert len(orders) > 3
+    for items in orders:
+        order = with_waits(folded.problem, items)
+        original = folded.unfold(order)
+        assert problem.check(original) == ""
+        assert seconds_of(problem, original) == pytest.approx(played(folded.problem, order))
+        assert peak_of(problem, original) <= peak_of(folded.problem, order)
+
+
+def test_the_order_of_the_graph_is_kept() -> None:
+    problem = stored(*BLOCKS)
+    folded = fold(problem)
+    names = [folded.problem.names[x] if x >= 0 else f"~{folded.problem.names[~x]}" for x in folded.problem.order]
+    assert names == ["full", "long", "~full", "scores", "sums", "tail", "~sums"]
+    assert folded.problem.check(folded.problem.order) == ""
+
+
+def test_an_item_has_the_sums_of_its_members() -> None:
+    problem = stored(*BLOCKS)
+    folded = fold(problem).problem
+    at = folded.names.index("scores")
+    assert folded.seconds[at] == 6.0
+    assert (folded.deps[at], folded.waits[at]) == ((0,), (0,))
+    assert folded.allocs[at] == (3, 4, 5)
+    assert set(folded.uses[at]) == {3, 1, 4}
+    assert (folded.copy, folded.channel) == ([3.0, 0.0, 0.0, 2.0, 0.0], [0, -1, -1, 1, -1])
+    assert (folded.sizes, folded.channels) == (problem.sizes, problem.channels)
+
+
+def test_results_that_nobody_reads_are_freed_before_the_user_runs() -> None:
+    """Of a folded kernel with a second result; the second result of its user is there while that runs."""
+    problem = stored(kernel("a", 1.0), kernel("b", 1.0, "a"), LONG)
+    problem = replace(problem, allocs=[(0, 3), (1, 4), (2,)], sizes=[1, 2, 4, 8, 16])
+    problem.kept, problem.before = [False] * 5, [False] * 5
+    assert fold(problem).problem.allocs == [(0, 1, 4), (2,)]
+
+
+def test_without_folding_each_item_is_its_own() -> None:
+    problem = stored(*BLOCKS)
+    same = trivial_fold(problem)
+    assert same.problem is problem
+    for items in all_orders(problem):
+        order = with_waits(problem, items)
+        assert same.unfold(order) == order
+
+
+def test_a_wait_without_an_order_keeps_a_kernel_where_it_is() -> None:
+    problem = problem_of(communication("full", 2.0), kernel("a", 1.0, "full"), kernel("b", 1.0, "a"), LONG)
+    problem.deps[1] = ()
+    assert fold(problem).members == ((0,), (1,), (2,), (3,))

@@ -1,0 +1,218 @@
+"""Device programs in order: what the steps before and after the decision promise, each by itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from tests.overlap.graphs import Builder, assert_same_values, by_name, groups_of, peak, play
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.ir.device_program import DeviceProgram, graph_program
+from meshweave.ir.graph import copied_graph
+from meshweave.optimize.overlap.decide import OverlapOptions
+from meshweave.optimize.overlap.figures import CostNumbers
+from meshweave.optimize.overlap.order import order_program, without_collector
+from meshweave.optimize.overlap.prices import costs_of
+from meshweave.optimize.overlap.report import OverlapReport
+
+SECONDS = by_name({"gather": 2.0, "free": 2.0, "uses": 1.0})
+PLAIN = OverlapOptions(bucket=False)
+
+
+def hidden() -> fx.GraphModule:
+    """A gather that a matmul could hide, and that is waited for first."""
+    b = Builder()
+    x, y = b.placeholders("x y")
+    full = b.wait("full", b.gather("gather", x))
+    uses = b.mm("uses", full, y)
+    return b.done(uses, b.mm("free", y, y))
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    return fx.GraphModule({}, copied_graph(gm.graph))
+
+
+def ordered(
+    gm: fx.GraphModule,
+    options: OverlapOptions | None = PLAIN,
+    changed: Callable[[DeviceProgram], DeviceProgram] = lambda program: program,
+    cost: object = SECONDS,
+    cap: int | None = None,
+) -> tuple[fx.GraphModule, OverlapReport]:
+    """A copy of the graph, ordered."""
+    after = copy_of(gm)
+    report = order_program(changed(graph_program(after.graph, groups_of(0))), costs_of(cost), cap, options)  # type: ignore[arg-type]
+    return after, report
+
+
+def test_the_graph_of_the_program_is_ordered_in_place() -> None:
+    gm = hidden()
+    after, report = ordered(gm)
+    assert [n.name for n in after.graph.nodes] == ["x", "y", "gather", "free", "full", "uses", "output"]
+    assert_same_values(gm, after)
+    assert (report.seconds_before, report.seconds) == (play(gm, SECONDS)[0], play(after, SECONDS)[0]) == (5.0, 3.0)
+    assert report.peak_bytes == peak(after)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"options": replace(PLAIN, choose="best")},
+        {"options": replace(PLAIN, orders=(("gather", "uses", "free"), ("gather", "uses", "nothing")))},
+        {"options": replace(PLAIN, orders=(("gather", "uses"),))},
+        {"cost": by_name({}, float("nan"))},
+        {"cap": 1},
+    ],
+)
+def test_an_error_leaves_the_graph_as_it_is(change: dict[str, object]) -> None:
+    after = copy_of(hidden())
+    given = {"options": PLAIN, "cost": SECONDS, "cap": None} | change
+    program = graph_program(after.graph, groups_of(0))
+    with pytest.raises(MeshweaveError):
+        order_program(program, costs_of(given["cost"]), given["cap"], given["options"])  # type: ignore[arg-type]
+    assert str(after.graph) == str(hidden().graph)
+
+
+def test_errors_of_an_order_have_its_number_and_the_name() -> None:
+    good = ("gather", "free", "uses")
+    with pytest.raises(MeshweaveError, match="order 1 has a name that is not in the graph") as error:
+        ordered(hidden(), replace(PLAIN, orders=(good, ("gather", "nothing"))))
+    assert error.value.got == "nothing"
+    with pytest.raises(MeshweaveError, match="order 0 is not an order of the graph") as error:
+        ordered(hidden(), replace(PLAIN, orders=(("uses", "free"), good)))
+    assert error.value.got == "the wait for gather comes before its start"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("gather", "uses", "free"),
+        ("gather", "full", "uses", "free"),
+        ("x", "y", "gather", "full", "uses", "free", "output"),
+    ],
+)
+def test_an_order_is_judged_with_its_waits_or_without(names: tuple[str, ...]) -> None:
+    _, report = ordered(hidden(), replace(PLAIN, orders=(names,)))
+    (row,) = (row for row in report.candidates if row.name == "order 0 handed in")
+    assert row.seconds[0][1] == 5.0
+
+
+def test_a_wait_of_an_order_stands_where_it_was_put() -> None:
+    """Without its waits an order has them as late as possible: here the gather is waited for before the matmul."""
+    early, late = ("gather", "full", "free", "uses"), ("gather", "free", "uses")
+    _, report = ordered(hidden(), replace(PLAIN, orders=(early, late)))
+    seconds = {row.name: row.seconds[0][1] for row in report.candidates}
+    assert (seconds["order 0 handed in"], seconds["order 1 handed in"]) == (5.0, 3.0)
+
+
+def waited_twice() -> fx.GraphModule:
+    """A collective with two results, each with a wait: the first completes both."""
+    b = Builder()
+    x, y = b.placeholders("x y")
+    both = b.gather("gather", [x, y])
+    full, again = (b.wait(name, b.item(None, both, i)) for i, name in enumerate(("full", "again")))
+    return b.done(b.mm("free", y, y), full, again)
+
+
+@pytest.mark.parametrize(
+    ("names", "seconds"),
+    [
+        (("gather", "full", "free", "again"), 4.0),
+        (("gather", "full", "free"), 4.0),
+        (("gather", "free", "full", "again"), 2.0),
+        (("gather", "again", "free", "full"), 2.0),
+    ],
+)
+def test_of_several_waits_the_first_of_the_graph_counts(names: tuple[str, ...], seconds: float) -> None:
+    _, report = ordered(waited_twice(), replace(PLAIN, orders=(names,)))
+    assert (report.candidates[1].name, report.candidates[1].seconds[0][1]) == ("order 0 handed in", seconds)
+
+
+def test_all_communication_is_scaled_by_the_factor_of_the_options() -> None:
+    """3 s of compute, and of the gather 0, 6 or 20 s, 2 s of which run beside it."""
+    for factor, seconds in ((1e-9, 3.0), (3.0, 7.0), (10.0, 21.0)):
+        _, report = ordered(hidden(), replace(PLAIN, communication_factor=factor))
+        assert report.seconds == pytest.approx(seconds)
+
+
+def test_decisions_follow_the_numbers_that_ranks_agree_on() -> None:
+    """Every rank hands in its own numbers once, and decides by those that it gets."""
+    numbers = []
+
+    def agree(own: CostNumbers) -> CostNumbers:
+        numbers.append(own)
+        return replace(own, numbers=tuple(10 * number for number in own.numbers))
+
+    after = copy_of(hidden())
+    report = order_program(graph_program(after.graph, groups_of(0)), costs_of(SECONDS), None, PLAIN, agree)
+    assert len(numbers) == 1
+    assert report.seconds == 30.0
+
+
+def test_groups_that_the_caller_names_must_be_known() -> None:
+    """With seconds of the caller's own no group is needed: only where groups are checked is an unknown group an
+    error."""
+
+    def unknown(start: fx.Node) -> object:
+        raise MeshweaveError(f"no group for {start.name}")
+
+    def checked(is_checked: bool) -> Callable[[DeviceProgram], DeviceProgram]:
+        return lambda program: replace(program, group_of=unknown, checks_groups=is_checked)
+
+    with pytest.raises(MeshweaveError, match="no group for gather"):
+        ordered(hidden(), changed=checked(True))
+    assert ordered(hidden(), changed=checked(False))[1].seconds == 3.0
+
+
+def test_releasable_inputs_are_those_of_the_options_if_they_say_so() -> None:
+    """The inputs of the product are free after it, or live to the end beside its result and one more."""
+    b = Builder()
+    x, y = b.placeholders("x y")
+    gm = b.done(b.relu("last", b.relu("second", b.mm("first", x, y))))
+    plain, freed = (ordered(gm, replace(PLAIN, releasable=f), cost=by_name({}, 1.0))[1] for f in (None, lambda n: True))
+    assert (plain.peak_before, freed.peak_before) == (4 * 256, 3 * 256)
+
+
+def two_gathers() -> fx.GraphModule:
+    b = Builder()
+    x, y = b.placeholders("x y")
+    starts = [b.gather(f"gather_{v.name}", v) for v in (x, y)]
+    return b.done(*(b.wait(f"full_{start.name}", start) for start in starts))
+
+
+@pytest.mark.parametrize(("uneven", "num_starts"), [("", 1), ("x", 2), ("xy", 2)])
+def test_only_operands_of_equal_shape_on_every_device_are_merged(uneven: str, num_starts: int) -> None:
+    def changed(program: DeviceProgram) -> DeviceProgram:
+        nodes = [n for n in program.graph.nodes if n.name in tuple(uneven)]
+        return replace(program, uneven={n: frozenset({0}) for n in nodes})
+
+    after, report = ordered(two_gathers(), OverlapOptions(), changed, cost=lambda node, num_bytes=0: 1.0)
+    assert len([n for n in after.graph.nodes if "all_gather" in str(n.target)]) == num_starts
+    assert [m.names for m in report.merges if m.is_taken] == [("gather_x", "gather_y")] * (num_starts == 1)
+    assert_same_values(two_gathers(), after)
+
+
+def test_a_whole_program_keeps_under_the_capacity_of_the_machine() -> None:
+    """Without a cap an order may take a little more than the input order, but no more than the machine has."""
+    costs = replace(costs_of(SECONDS), capacity=peak(hidden()) + 1)  # type: ignore[type-var]
+    for is_whole, more in ((False, 512 << 20), (True, 1)):
+        program = replace(graph_program(copy_of(hidden()).graph, groups_of(0)), is_whole=is_whole)
+        assert order_program(program, costs, None, PLAIN).cap_bytes == peak(hidden()) + more
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_collector_pauses_and_is_as_before(is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with suppress(KeyError), without_collector():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

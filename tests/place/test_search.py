@@ -1,0 +1,193 @@
+"""The automatic choice of columns and rows: what it groups, what it chooses, and that no other choice is cheaper."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from tests.training import assert_equals_eager, batches, mse, sgd
+from torch import Tensor, nn
+
+import meshweave as mw
+from meshweave import build
+from meshweave.ir.mesh import Mesh
+from meshweave.place import place as place_module
+from meshweave.place.assign import cheapest
+from meshweave.place.place import place
+from meshweave.place.plans import Plan, Resolved
+from meshweave.place.resolve import resolve
+from meshweave.place.search import twins
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int = 8, hidden: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MLP() for _ in range(depth))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def compiled(model: nn.Module, mesh: str = "tp=2", plan: Plan | None = None, rows: int = 4) -> mw.TrainStep:
+    example = batches(1, (rows, 8), (rows, 8))[0]
+    return mw.compile(model, loss=mse, example=example, optimizer=sgd(model.parameters()), mesh=mesh, plan=plan)
+
+
+def used(step: mw.TrainStep) -> dict[str, str]:
+    return {n: str(a) for n, a in step.program.placement.used.items()}
+
+
+def seconds(step: mw.TrainStep) -> float:
+    return sum(row.seconds for row in step.explain())
+
+
+def test_a_two_layer_mlp_is_cut_by_columns_then_rows() -> None:
+    step = compiled(MLP())
+    assert used(step) == {
+        "up.weight": "[{tp}, {}]",
+        "up.bias": "[{tp}]",
+        "down.weight": "[{}, {tp}]",
+        "down.bias": "[{}]",
+    }
+    assert [(r.phase, r.kind, r.module) for r in step.explain()] == [("forward", "all_reduce", "down")]
+
+
+def test_layers_that_repeat_are_decided_together() -> None:
+    step = compiled(Deep(3))
+    layouts = used(step)
+    for i in range(3):
+        assert (layouts[f"layers.{i}.up.weight"], layouts[f"layers.{i}.down.weight"]) == ("[{tp}, {}]", "[{}, {tp}]")
+    forward = [r.kind for r in step.explain() if r.phase == "forward" and r.module.startswith("layers")]
+    assert forward == ["all_reduce"] * 3
+
+
+def test_twins_are_modules_of_the_same_place_and_shape() -> None:
+    model = Deep(2)
+    assert twins(model, Resolved(), "tp") == [
+        ("layers.0.up", "layers.1.up"),
+        ("layers.0.down", "layers.1.down"),
+        ("head",),
+    ]
+    model.layers[1] = MLP(8, 12)
+    assert twins(model, Resolved(), "tp") == [
+        (name,) for name in ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head")
+    ]
+    assert twins(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), Resolved(), "tp") == [("0",), ("1",)]
+
+
+def test_what_the_plan_says_is_left_out_of_the_search() -> None:
+    model = Deep(2)
+    mesh = Mesh("tp=2")
+    resolved = resolve(Plan.tp("tp", {"layers.0.up": "rowwise", "head": "replicate"}), model, mesh)
+    assert twins(model, resolved, "tp") == [("layers.0.down", "layers.1.down"), ("layers.1.up",)]
+    step = compiled(model, plan=Plan.tp("tp", {"layers.*.up": "rowwise"}) + Plan.auto_tp("tp"))
+    assert used(step)["layers.0.up.weight"] == used(step)["layers.1.up.weight"] == "[{}, {tp}]"
+
+
+def test_a_weight_that_is_tied_is_decided_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 8)
+            self.out = nn.Linear(8, 8, bias=False)
+            self.out.weight = self.embed.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.out(self.embed(tokens))
+
+    assert twins(Tied(), Resolved(), "tp") == [("embed",)]
+    model = Tied()
+    example = {"tokens": torch.arange(4), "y": torch.zeros(4, 8)}
+    step = mw.compile(model, loss=mse, example=example, optimizer=sgd(model.parameters()), mesh="tp=2")
+    assert used(step)["embed.weight"] in ("[{tp}, {}]", "[{}, {tp}]")
+
+
+@pytest.mark.slow_rows("512-widths3")
+@pytest.mark.parametrize(
+    ("rows", "widths"),
+    [(4, (8, 16, 8)), (512, (8, 8, 8)), (512, (16, 4, 16)), (512, (8, 16, 16, 8)), (4, (8, 4, 32, 8))],
+)
+def test_no_other_choice_of_styles_is_cheaper(rows: int, widths: tuple[int, ...]) -> None:
+    """Coordinate descent finds the best of all assignments of two layers, and comes within 2% on three."""
+    parts = [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*parts[:-1])
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    batch = batches(1, (rows, widths[0]), (rows, widths[-1]))[0]
+    example = {"input": batch["x"], "y": batch["y"]}
+
+    def price(plan: Plan) -> float:
+        return seconds(mw.compile(model, loss=mse, example=example, mesh="tp=2", plan=plan))
+
+    choices = itertools.product(("colwise", "rowwise"), repeat=len(names))
+    best = min(price(Plan.tp("tp", dict(zip(names, c, strict=True)))) for c in choices)
+    assert best <= price(Plan.auto_tp("tp")) <= best * (1.0 if len(names) == 2 else 1.02)
+
+
+def test_the_choice_does_not_depend_on_chance() -> None:
+    assert used(compiled(Deep(2), "dp=2,tp=2")) == used(compiled(Deep(2), "dp=2,tp=2"))
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2", "fsdp=2,tp=2"])
+def test_the_chosen_step_trains_like_one_device(mesh: str) -> None:
+    assert_equals_eager(Deep(2), batches(2, (4, 8), (4, 8)), mesh)
+
+
+def test_two_automatic_axes_share_the_weights() -> None:
+    step = compiled(MLP(), "a=2,b=2", Plan.auto_tp("a") + Plan.auto_tp("b"))
+    assert used(step)["up.weight"] == "[{a,b}, {}]"
+    assert used(step)["down.weight"] == "[{}, {a,b}]"
+    assert [r.kind for r in step.explain()] == ["all_reduce"]
+
+
+def test_what_the_search_has_decided_is_not_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The placement after the search finds every op decided; so do the candidates after the first, for most ops."""
+    decisions: list[int] = []
+    placed: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        decisions.append(1)
+        return cheapest(*args)
+
+    def placing(*args: Any, **options: Any) -> Any:
+        before = len(decisions)
+        result = place(*args, **options)
+        placed.append(len(decisions) - before)
+        return result
+
+    monkeypatch.setattr(place_module, "cheapest", counted)
+    monkeypatch.setattr(build, "place", placing)
+    compiled(Deep(2), "fsdp=2,tp=2")
+    first, *others, last = placed
+    assert first > 0
+    assert max(others) < first
+    assert last == 0
+
+
+def test_no_candidate_is_placed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search places each choice of styles once, and the step is placed once more in the end."""
+    placed: list[str] = []
+
+    def placing(step: Any, placement: Any, **options: Any) -> Any:
+        placed.append(str(sorted((n, str(layout)) for n, layout in placement.used.items())))
+        return place(step, placement, **options)
+
+    monkeypatch.setattr(build, "place", placing)
+    compiled(MLP())
+    *tried, last = placed
+    assert len(tried) == len(set(tried)) == 3  # of four: (rowwise, colwise) is no neighbour of the best
+    assert last in tried
