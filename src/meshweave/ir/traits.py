@@ -1,7 +1,7 @@
 """Traits of ops: a single table, by op and by name, and what an op's schema and tags say.
 
-How an op may be sharded is in `ops/`, how it is cut into chunks in `optimize/decompose/`. The proofs of `check/` do not read
-this table: they have their own semantics.
+How an op may be sharded is in `ops/`, how it is cut into chunks in `optimize/decompose/`. The proofs of `check/` do
+not read this table: they have their own semantics.
 """
 
 from __future__ import annotations
