@@ -197,7 +197,7 @@ def test_one_registration_is_all_that_an_op_needs(mesh: str) -> None:
     model = copy.deepcopy(model)
     loss = _loss(model(_batch()["x"]), _batch())
     assert step(_batch()) == pytest.approx(float(loss.detach()), rel=1e-5)
-    found = meshweave.cost.simulate(step.program, "h100")
+    found = meshweave.simulate(step.program, "h100")
     spans = [span for span in found.spans if "gated" in span.op]
     assert len(spans) == 2
     assert all(span.seconds > 0 for span in spans)
@@ -206,7 +206,7 @@ def test_one_registration_is_all_that_an_op_needs(mesh: str) -> None:
 def test_an_op_without_a_cost_is_priced_by_its_bytes_with_a_note() -> None:
     meshweave.register_rule(tests_ops.gated.default, "b h, h -> b h", backward=tests_ops.gated_backward.default)
     _, step = _compile("dp=2")
-    simulation = meshweave.cost.simulate(step.program, "h100")
+    simulation = meshweave.simulate(step.program, "h100")
     (note,) = (note for note in simulation.notes if "priced by bytes" in note)
     assert note.startswith("priced by bytes moved: meshweave_tests.gated, meshweave_tests.gated_backward;")
     assert all(span.seconds > 0 for span in simulation.spans if "gated" in span.op)
@@ -219,7 +219,7 @@ def test_a_cost_by_a_function() -> None:
         meshweave.register_rule(
             tests_ops.gated.default, "b h, h -> b h", cost=cost, backward=tests_ops.gated_backward.default
         )  # fmt: skip
-        return sum(s.seconds for s in meshweave.cost.simulate(step.program, "h100").spans if "gated" in s.op)
+        return sum(s.seconds for s in meshweave.simulate(step.program, "h100").spans if "gated" in s.op)
 
     meshweave.register_rule(tests_ops.gated.default, "b h, h -> b h", backward=tests_ops.gated_backward.default)
     _, step = _compile("dp=2")
