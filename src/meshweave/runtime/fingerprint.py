@@ -33,7 +33,7 @@ def fingerprint(value: Tensor, most_words: int | None = None) -> Tensor:
     words = (body if body.storage_offset() % 8 == 0 else body.clone()).view(torch.int64)
     if most_words is not None and num_words > most_words:
         words = words[:: -(-num_words // most_words) | 1]  # odd: never aligned with rows of 2^n words
-    weights = torch.arange(1, _CHUNK + 1, device=value.device) * _FACTOR
+    weights = torch.arange(1, min(_CHUNK, len(words)) + 1, device=value.device) * _FACTOR
     weights = (weights ^ (weights >> 29)) | 1
     total = tail.clone().view(torch.int64)[0] * _FACTOR
     for chunk in words.split(_CHUNK):
