@@ -119,6 +119,9 @@ class Hub:
         self._posted: dict[int, dict[int, str]] = {}
         self._ended: dict[int, int] = {}
         self._lost: dict[int, float] = {}  # when the connection of a rank ended
+        self._consequence: tuple[float, dict[str, Any]] | None = (
+            None  # a rank's broken collective, and when it was told
+        )
         self._is_closed = False
         threading.Thread(target=self._run, name="meshweave-hub", daemon=True).start()
 
@@ -146,14 +149,23 @@ class Hub:
     def _run(self) -> None:
         with suppress(OSError, ValueError, KeyError):  # closed
             while not self._is_closed:
-                for key, _ in self._selector.select(GRACE / 8 if self._lost else None):
+                is_waiting = self._failure is None and (self._lost or self._consequence)
+                for key, _ in self._selector.select(GRACE / 8 if is_waiting else None):
                     if key.data is None:
                         self._accept()
                     else:
                         self._serve(key.data)
-                for rank, since in list(self._lost.items()):
-                    if time.monotonic() - since >= GRACE:
-                        self._declare(_gone(rank))
+                self._declare_late()
+
+    def _declare_late(self) -> None:
+        """Failures that were given time. A collective that broke is no cause if a process or a script has ended."""
+        now = time.monotonic()
+        for rank, since in list(self._lost.items()):
+            if now - since >= GRACE:
+                self._declare(_gone(rank))
+        if self._consequence is not None and now - self._consequence[0] >= GRACE:
+            ended = next(iter(self._lost or self._ended), None)
+            self._declare(self._consequence[1] if ended is None else _gone(ended))
 
     def _accept(self) -> None:
         try:
@@ -199,6 +211,8 @@ class Hub:
                 self._declare(_absent(name, absent, seconds))
         elif kind == "failed":
             self._declare(*parts)
+        elif kind == "broken":
+            self._consequence = self._consequence or (time.monotonic(), parts[0])
         elif kind in ("calls", "ended"):
             calls, by = parts
             self._posted[link.rank] = {int(num): text for num, text in calls.items()}
@@ -209,12 +223,10 @@ class Hub:
                 self._declare(failure)
 
     def _declare(self, failure: dict[str, Any]) -> None:
-        """The first failure counts. A connection that broke is no cause if a process or script has ended."""
+        """The first failure counts."""
         if self._failure is not None:
             return
-        if failure.get("is_lost") and (self._lost or self._ended):
-            failure = _gone(next(iter(self._lost or self._ended)))
-        self._failure = failure
+        self._failure, self._consequence = failure, None
         self._lost.clear()
         self.tell(message("failed", failure))
 

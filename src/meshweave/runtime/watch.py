@@ -158,14 +158,15 @@ class Watch:
         """Make sure that the first failure is known everywhere."""
         text = f"{type(error).__name__}: {error}".rstrip(": ")[:_MAX_TEXT]
         failure = {"what": f"rank {self.rank} failed", "got": text, "rank": self.rank}
-        if _is_lost(error):  # because of another failure, which is about to be known
-            self._await(lambda: self.failure is not None or self._is_left, 1.5 * GRACE)
-            failure |= {"what": f"a connection of rank {self.rank} has broken", "is_lost": True, "rank": -1}
+        is_lost = _is_lost(error)  # because of another failure, for which rank 0 waits
+        if is_lost:
+            failure |= {"what": f"a connection of rank {self.rank} has broken", "rank": -1}
         if self.failure is None:
-            self._send("failed", failure)
-            if self._is_left or not self._await(lambda: self.failure is not None, LOCKSTEP):
-                what = "rank 0 has ended its script while others go on" if self._is_left else failure["what"]
-                self._fail({**failure, "what": what})
+            self._send("broken" if is_lost else "failed", failure)
+            self._await(lambda: self.failure is not None or self._is_left, LOCKSTEP + is_lost * 2 * GRACE)
+        if self.failure is None:
+            what = "rank 0 has ended its script while others go on" if self._is_left else failure["what"]
+            self._fail({**failure, "what": what})
         if self._hub is not None:
             self._hub.await_others(LOCKSTEP, is_healthy=False)
 
