@@ -27,6 +27,7 @@ from meshweave.passes.former import refuse_former
 from meshweave.passes.options import PassesArgument
 from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
+from meshweave.place.row_lookups import check_own_rows
 from meshweave.program import Program
 from meshweave.runtime.cluster import make_world, numbers_of_all
 from meshweave.runtime.fuse import compiles_for_gpu, prepare_compiler
@@ -103,14 +104,18 @@ class CompileOptions:
         shapes = {f"shapes[{index}]": shape for index, shape in enumerate(self.shapes)}
         return argument_texts(self.source.model, self.optimizer, {"example batch": self.example, **shapes}, calls, same)
 
-    def build(self, spec: OptimizerSpec | None, target: Target, pipeline: Pipeline, costs_from: str) -> Build:
-        """A function that compiles a program for a batch."""
+    def build(
+        self, spec: OptimizerSpec | None, target: Target, pipeline: Pipeline, costs_from: str, num_parts: int
+    ) -> Build:
+        """A function that compiles a program for a batch, which is cut into `num_parts` parts."""
 
         def build(example: Any, part: Part, count: int, like: Program | None) -> Program:
             options = replace(self.capture, accumulate=count, part=part)
             update = spec if part == "train" else None
             program = build_program(self.source, example, update, target, options, pipeline, self.run.progress, like)
             agree(lambda: program_texts(program.captured, program.roles))
+            if self.batch == "local" and num_parts > 1:
+                check_own_rows(program.captured, num_parts)
             return replace(program, costs=target.costs, costs_from=costs_from)
 
         return build
@@ -146,7 +151,7 @@ class CompileOptions:
             chosen = costs_for(self.profile, world, run.progress, is_eager=run.backend == "eager")
             prepare_compiler(run.backend, world, sum(x.numel() for x in model.parameters()))
             pipeline = self.pipeline_on(pipeline, world, chosen.costs)
-            build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin)
+            build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin, shard)
             program = build(example, "train", self.capture.accumulate, None)
             run.progress("start")
             again = replace(self, weights=None).compiled

@@ -18,6 +18,7 @@ from meshweave.capture.record import Difference
 from meshweave.capture.step import Part
 from meshweave.errors import LayoutError, StepError
 from meshweave.ir.graph import Input, Spec, spec_of
+from meshweave.place.row_lookups import row_lookups
 from meshweave.program import Program
 from meshweave.runtime.rows import RowsCheck
 from meshweave.runtime.session import Session
@@ -248,16 +249,21 @@ class Variants:
             for name, shape in shapes[0].items()
             for dim in range(len(shape))
         }
+        by_number = {name for lookup in row_lookups(self.first.program.captured) for name in lookup.entries}
+        counting = sorted({name for (name, _), each in sizes.items() if len(each) > 1} & by_number)
         few = [
             f"{name} dim {dim}: {', '.join(str(s) for s in sorted({1 << (size - 1).bit_length() for size in each}))}"
             for (name, dim), each in sizes.items()
-            if len(each) > 1
+            if len(each) > 1 and name not in counting
         ]
-        if not few:
+        unpadded = f"; do not pad {', '.join(counting)}, whose numbers choose rows of the batch" if counting else ""
+        if not few and not counting:
             return "Pass a value that changes from step to step in the batch, as a tensor"
+        if not few:
+            return f"Raise max_programs{unpadded}"
         return (
             f"Pad to few sizes (mw.compile(shapes=[...], run=mw.RunOptions(pad={{...}}))), such as {'; '.join(few)}, "
-            "or raise max_programs"
+            f"or raise max_programs{unpadded}"
         )
 
     def _example(self, batch: Batch) -> Any:

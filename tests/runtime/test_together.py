@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import meshweave as mw
-from meshweave.errors import CaptureError, LayoutError, MeshweaveError, StepError
+from meshweave.errors import CaptureError, LayoutError, MeshweaveError, PlanError, StepError
 from meshweave.runtime.cluster import shutdown
 from meshweave.runtime.collectives import bytes_of
 from meshweave.runtime.fingerprint import fingerprint
@@ -115,7 +115,7 @@ def test_what_differs_between_ranks_is_named_on_every_rank(start: Callable[..., 
 
 def job_weights_and_rows(pipe: Connection) -> dict[str, Any]:
     checks = {"weights": check_weights, "local": check_local, "whole": check_whole, "rows": check_rows}
-    checks |= {"wrapped": check_wrapped}
+    checks |= {"wrapped": check_wrapped, "numbers": check_numbers_of_rows}
     return {name: check() for name, check in checks.items()} | {"rare": check_rarely()}
 
 
@@ -220,6 +220,37 @@ def check_rows() -> list[str]:
     return found
 
 
+class Messages(nn.Module):
+    """Sends rows along edges, each a pair of numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.linear(x).index_select(0, edges[:, 0])
+
+
+def check_numbers_of_rows() -> list[str]:
+    """Entries that number rows, where each rank numbers its own: as many as rows, or as many as they are."""
+    rank = dist.get_rank()
+    found = []
+    for num_edges in (4, 3):
+        example = rows_of(range(4)) | {"edges": torch.zeros(num_edges, 2, dtype=torch.int64)}
+        model = Messages()
+        loss = lambda out, batch: out.square().mean()  # noqa: E731
+        options = {"loss": loss, "example": example, "mesh": "dp=2", "profile": "alpha-beta", "batch": "local"}
+        found.append(raised(lambda m=model, options=options: mw.compile(m, **options), PlanError))
+    step = compiled(batch="local", example=rows_of(range(4)) | {"scale": torch.ones(3)}, loss=scaled_by_entry)
+    batch = rows_of(range(4 * rank, 4 * rank + 4)) | {"scale": torch.full((3,), float(rank))}
+    found.append(raised(lambda: step(batch), StepError))
+    return found
+
+
+def scaled_by_entry(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return mse(out, batch) * batch["scale"].mean()
+
+
 def check_rarely() -> list[int]:
     """In which calls different rows are noticed: the first ones, and some of those after."""
     rank, noticed = dist.get_rank(), []
@@ -253,6 +284,12 @@ def test_weights_and_rows_agree_or_stop(start: Callable[..., Job]) -> None:
     assert "(or [4, 4]: this rank's own rows)" in neither
     assert "of whose 4 rows each would use 2" in half_of_micro
     assert "settings of the optimizer" in settings
+    as_many, fewer, without_rows = outcomes[0]["numbers"]
+    assert "rows of the batch are chosen by numbers" in as_many
+    assert "by 'edges', with batch='local' on 2 ranks" in as_many
+    assert "by 'edges', with batch='local' on 2 ranks" in fewer
+    assert "entry 'scale', rank 1" in without_rows
+    assert "of shape [3]" in without_rows
     assert outcomes[0]["rare"] == [*range(ALWAYS_FIRST), THEN_EVERY, 2 * THEN_EVERY]
 
 

@@ -121,11 +121,10 @@ def _path_name(path: Sequence[Any]) -> str:
 
 def shapes_text(shapes: Iterable[tuple[str, Sequence[int]]]) -> str:
     """Shapes of the tensors of a batch for people: by name if they have names, `item 1` in a tuple."""
-    return ", ".join(f"{_entry_text(name)}{list(shape)}" for name, shape in shapes)
-
-
-def _entry_text(name: str) -> str:
-    return "" if name == "batch" else f"item {name} " if name[0].isdigit() else f"{name} "
+    named = list(shapes)
+    if [name for name, _ in named] == ["batch"]:  # a batch that is a tensor
+        return str(list(named[0][1]))
+    return ", ".join(f"{'item ' if name[0].isdigit() else ''}{name} {list(shape)}" for name, shape in named)
 
 
 def listed_batches(shapes: Any) -> tuple[Any, ...]:

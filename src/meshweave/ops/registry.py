@@ -153,6 +153,14 @@ def result_specs(node: fx.Node) -> list[Spec]:
     return [spec]
 
 
+def results_of(node: fx.Node) -> list[fx.Node | None]:
+    """The results of a node, None where nothing uses a result."""
+    if isinstance(node.meta["spec"], Spec):
+        return [node]
+    users = {user.args[1]: user for user in node.users}
+    return [users.get(i) for i, spec in enumerate(node.meta["spec"]) if spec is not None]
+
+
 def row_for(node: fx.Node) -> OpRecord:
     """The row of a node's op. An unknown op is a RuleError with the op, its line and the registration to write."""
     row = TABLE.get(node.target)

@@ -13,7 +13,7 @@ from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import is_even
 from meshweave.ops.factors import Rule
-from meshweave.ops.registry import TABLE, row_for
+from meshweave.ops.registry import TABLE, results_of, row_for
 from meshweave.place.mapping import Homes
 from meshweave.place.plans import Resolved
 from meshweave.place.sequences import has_sequence, sequence_length
@@ -131,7 +131,7 @@ def infer_units(step: StepGraph) -> dict[str, tuple[int, ...]]:
     units through rules, forward and backward, to a fixed point; a unit never exceeds its dim.
     """
     forward = [n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase in ("forward", "loss")]
-    ruled = [(row_for(n).rule(n), [*tensor_inputs(n), *_results(n)]) for n in forward if n.target in TABLE]
+    ruled = [(row_for(n).rule(n), [*tensor_inputs(n), *results_of(n)]) for n in forward if n.target in TABLE]
     units: dict[fx.Node, list[int]] = {
         n: [1] * len(spec_of(n).shape) for n in step.graph.nodes if isinstance(n.meta.get("spec"), Spec)
     }
@@ -143,14 +143,6 @@ def infer_units(step: StepGraph) -> dict[str, tuple[int, ...]]:
             break
     names = {n: i for n, i in step.sources.items() if i.kind == "param"}
     return {item.name: tuple(units[node]) for node, item in names.items()}
-
-
-def _results(node: fx.Node) -> list[fx.Node | None]:
-    """The results of a node, None where nothing uses a result."""
-    if isinstance(node.meta["spec"], Spec):
-        return [node]
-    users = {user.args[1]: user for user in node.users}
-    return [users.get(i) for i, spec in enumerate(node.meta["spec"]) if spec is not None]
 
 
 def _carry(rule: Rule, values: Sequence[fx.Node | None], units: dict[fx.Node, list[int]]) -> bool:

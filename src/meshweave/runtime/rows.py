@@ -112,7 +112,7 @@ class RowsCheck:
                 hint="schedule by values that are equal on all ranks: step numbers, or a metric reduced over the ranks",
             )
         entries = {name: {rank: answers[rank][1].get(name) for rank in self.ranks} for name in self.places}
-        alike = [self._judge(name, its, is_own and self.has_rows[name]) for name, its in entries.items()]
+        alike = [self._judge(name, its, is_own) for name, its in entries.items()]
         if alike.count(True) and not alike.count(False) and not self.warned and self.world.rank == first:
             self.warned = True
             warnings.warn(_ALIKE, stacklevel=5)  # the caller of the step
@@ -124,8 +124,11 @@ class RowsCheck:
         if others := [rank for rank, its in entries.items() if its is None or its[:2] != first[:2]]:
             raise self._other_size(name, others, entries)
         num_places = len(set(places.values()))
-        if not is_own or num_places == 1:
-            if others := [rank for rank, its in entries.items() if its != first]:
+        if not (is_own and self.has_rows[name]) or num_places == 1:
+            others = [rank for rank, its in entries.items() if its != first]
+            if others and is_own and not self.has_rows[name]:
+                raise self._no_rows(name, others, first[1])
+            if others:
                 raise self._other_whole(name, others, first[1], num_places)
             return None
         leaders: dict[Any, int] = {}
@@ -167,6 +170,16 @@ class RowsCheck:
             got=f"other values than on rank {self.ranks[0]}",
             expected=f"the global batch on every rank{part}",
             hint=hint if num_places > 1 else _SEED,
+        )
+
+    def _no_rows(self, name: str, others: Sequence[int], shape: Sequence[int]) -> StepError:
+        return StepError(
+            "ranks pass different values of an entry without rows",
+            where=f"entry '{name}', {named(others)}",
+            got=f"other values than on rank {self.ranks[0]}, of shape {list(shape)}",
+            expected="with batch='local', a rank's own values only in entries with as many rows as the first entry",
+            hint="pass the global batch on every rank (batch='global'): edges of a graph, say, then count rows of "
+            "that batch; or give the entry a dim of samples, padded to one size",
         )
 
     def _other_rows(self, name: str, first: int, others: Sequence[int]) -> StepError:

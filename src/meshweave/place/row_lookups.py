@@ -1,0 +1,127 @@
+"""Ops that choose rows of the batch by numbers in the batch or in a buffer.
+
+The step computes on the global batch: its rows are those of all ranks. Where each rank passes its own rows
+(`batch="local"`), numbers that count rows from 0 on each rank mean rows of the first rank only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from meshweave.capture.batch import batch_size
+from meshweave.errors import PlanError
+from meshweave.ir.graph import Spec, StepGraph, argument, op_name, origin_of, spec_of, tensor_inputs
+from meshweave.ops.factors import Rule
+from meshweave.ops.registry import TABLE, results_of, row_for
+
+aten = torch.ops.aten
+
+_BY_LIST = frozenset(
+    {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default}
+)
+_ALONG = frozenset(
+    {
+        aten.gather.default, aten.index_select.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default,
+        aten.scatter.value_reduce, aten.scatter_reduce.two,
+    }
+)  # fmt: skip
+_SUMS = frozenset({aten.index_put.default, aten._unsafe_index_put.default, aten.scatter_add.default})
+_NOTES = logging.getLogger("meshweave")
+
+
+@dataclass(frozen=True, slots=True)
+class RowLookup:
+    """An op that chooses places along a dim by the numbers in `entries` of the batch or buffers. `is_table`: it adds
+    rows of the batch up, in a table of another number of rows; else the dim holds rows of the batch."""
+
+    node: fx.Node
+    entries: tuple[str, ...]
+    is_table: bool
+
+
+def row_lookups(step: StepGraph) -> list[RowLookup]:
+    """The lookups in rows of the batch, and sums of rows, in forward and loss of a captured step."""
+    num_rows = batch_size(item.spec.shape for item in step.inputs if item.kind == "batch")
+    batch = {node: item for node, item in step.sources.items() if item.kind in ("batch", "buffer")}
+    # The dims of a value that hold rows of the batch, and the entries and buffers from which integers are computed.
+    rows = {n: {0} for n, item in batch.items() if item.kind == "batch" and item.spec.shape[:1] == (num_rows,)}
+    numbers = {n: (item.kind, item.name) for n, item in batch.items() if item.spec.is_integer}
+    origins = {n: frozenset({name if kind == "batch" else f"buffer {name}"}) for n, (kind, name) in numbers.items()}
+    found: list[RowLookup] = []
+    for node in step.graph.nodes:
+        if node.op != "call_function" or origin_of(node).phase not in ("forward", "loss"):
+            continue
+        operands = tensor_inputs(node)
+        if isinstance(node.meta["spec"], Spec) and spec_of(node).is_integer:
+            origins[node] = frozenset().union(*(origins.get(n, ()) for n in operands if spec_of(n).is_integer))
+        if node.target in TABLE or operands:
+            rule = row_for(node).rule(node)
+            found += _lookups(node, rule, rows, origins, num_rows)
+            _carry_rows(node, rule, rows)
+    return found
+
+
+def check_own_rows(step: StepGraph, num_parts: int) -> None:
+    """PlanError if a step on rows of `num_parts` ranks chooses rows of the batch by numbers that are the ranks' own.
+    Sums of rows in a table that all ranks share are noted in the log."""
+    for lookup in row_lookups(step):
+        entries = ", ".join(f"'{name}'" for name in lookup.entries)
+        if lookup.is_table:
+            _NOTES.warning(
+                "%s: rows are added up by %s, over the rows of all %d ranks: with batch='local', too, a place of the "
+                "table is one for all ranks. If each rank counts places of its own from 0, add the rank's first place",
+                origin_of(lookup.node), entries, num_parts,
+            )  # fmt: skip
+            continue
+        raise PlanError(
+            "rows of the batch are chosen by numbers, and each rank passes rows of its own",
+            where=str(origin_of(lookup.node)),
+            got=f"{op_name(lookup.node.target)} by {entries}, with batch='local' on {num_parts} ranks",
+            expected="numbers of rows of the global batch, which are those of all ranks, in order of rank",
+            hint="pass the global batch on every rank (batch='global'), in which numbers count rows of that batch; or "
+            "give samples a dim of their own (x [samples, nodes, features]), and choose along the dim of the nodes",
+        )
+
+
+def _lookups(
+    node: fx.Node,
+    rule: Rule,
+    rows: Mapping[fx.Node, Collection[int]],
+    origins: Mapping[fx.Node, frozenset[str]],
+    num_rows: int | None,
+) -> Iterator[RowLookup]:
+    is_sum = node.target in _SUMS and (node.target is aten.scatter_add.default or bool(argument(node, 3, False)))
+    for dim, index in _indexed(node):
+        table = tensor_inputs(node)[0]
+        if not origins.get(index):
+            continue
+        is_of_rows = dim in rows.get(table, ()) or (is_sum and spec_of(table).shape[dim] == num_rows)
+        added = {f for n, dims in zip(tensor_inputs(node)[1:], rule.operands[1:], strict=True)
+                 for d in rows.get(n, ()) for f in dims[d]}  # fmt: skip
+        merges = is_sum and bool(added) and not any(added.intersection(dim) for dim in rule.results[0])
+        if is_of_rows or merges:
+            yield RowLookup(node, tuple(sorted(origins[index])), not is_of_rows)
+
+
+def _indexed(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    """The indexed dims of the first operand of a lookup, each with its index; empty for other ops."""
+    if node.target in _BY_LIST:
+        return [(dim, index) for dim, index in enumerate(argument(node, 1)) if index is not None]
+    if node.target in _ALONG:
+        rank = len(spec_of(argument(node, 0)).shape)
+        return [(argument(node, 1) % max(rank, 1), argument(node, 2))] if rank else []
+    return [(0, argument(node, 1))] if node.target is aten.embedding.default else []
+
+
+def _carry_rows(node: fx.Node, rule: Rule, rows: dict[fx.Node, set[int]]) -> None:
+    """The dims of the results that have a loop over rows of an operand."""
+    operands = zip(tensor_inputs(node), rule.operands, strict=True)
+    loops = {f for operand, dims in operands for d in rows.get(operand, ()) for f in dims[d]}
+    for value, dims in zip(results_of(node), rule.results, strict=True):
+        if value is not None and (own := {d for d, dim in enumerate(dims) if loops.intersection(dim)}):
+            rows[value] = own
