@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -236,6 +236,18 @@ def _check_seen(func: Any, x: Any) -> None:
         return
     what, hint = _PAST_THE_TRACE[func]
     raise CaptureError(f"the model or the loss {what}", where=user_line(), hint=hint)
+
+
+def refuse_communication(name: str) -> NoReturn:
+    """CaptureError for a query or a collective of torch.distributed in a traced step."""
+    raise CaptureError(
+        "the model or the loss asks torch.distributed for its ranks, or communicates",
+        where=user_line(),
+        got=f"a call of {name}",
+        expected="the computation on the global batch, as on a single device",
+        hint="remove it: batch, sums and counts are those of all ranks already. What divides by the world size, or "
+        "multiplies by it to undo DDP's mean (loss * world_size), goes too; a mean over all ranks is x.mean()",
+    )
 
 
 class CapturedFunctions(TorchFunctionMode):

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
-from meshweave.capture.functions import CapturedFunctions
+from meshweave.capture.functions import CapturedFunctions, refuse_communication
 from meshweave.capture.model_checks import check_aliases, check_hooks, check_leaves, check_parameters
 from meshweave.capture.module_state import module_roots
 from meshweave.capture.normalize import Normalizer, normalize
@@ -27,7 +27,8 @@ from meshweave.capture.trace import Provenance, capture_errors, trace
 from meshweave.capture.tracer import GraphTracer
 from meshweave.errors import CaptureError, PlanError
 from meshweave.interop.fake import FakeTensorMode
-from meshweave.interop.modules import pass_for_parameter
+from meshweave.interop.modules import pass_for_parameter, plain_batch_norm
+from meshweave.interop.process_groups import refused_communication
 from meshweave.interop.tracing import check_checkpoints, gradients
 from meshweave.ir.graph import Origin, StepGraph
 from meshweave.ir.ops import square_sum
@@ -293,7 +294,8 @@ class _StepRun:
         for name in self.leaves:
             pass_for_parameter(self.tensors[name])
         functions = CapturedFunctions(own, [self.tensors[n] for n in self.frozen])
-        with functions, tracker.inside(source.model), source.hooks(source.model):
+        alone = refused_communication(refuse_communication)
+        with functions, tracker.inside(source.model), source.hooks(source.model), alone, plain_batch_norm():
             body = self.forward_and_backward if options.part == "train" else self.forward_alone
             return Substituted.run(source.model, self.tensors, body)  # type: ignore[no-any-return]
 

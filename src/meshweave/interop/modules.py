@@ -6,7 +6,8 @@ Holds for torch 2.11 to 2.13 (torch/nn/modules/module.py). The public interface 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,3 +62,13 @@ def compiled_modules(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None
     ]
+
+
+@contextmanager
+def plain_batch_norm() -> Iterator[None]:
+    """A context in which SyncBatchNorm runs as BatchNorm: on a global batch the statistics are global anyway."""
+    own, nn.SyncBatchNorm.forward = nn.SyncBatchNorm.forward, nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.SyncBatchNorm.forward = own  # type: ignore[method-assign]

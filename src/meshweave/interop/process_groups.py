@@ -6,9 +6,16 @@ functions look up groups only by ranks.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import Store
 
 c10d: Any = dist.distributed_c10d  # its private functions are untyped
@@ -50,3 +57,40 @@ def ranks_of_groups() -> list[tuple[str, tuple[int, ...]]]:
         return []
     names = c10d._world.pg_names
     return sorted((str(name), tuple(dist.get_process_group_ranks(group))) for group, name in names.items())
+
+
+_FOLDER = Path(dist.__file__).parent
+# Functions that look up the group of a query or a collective.
+_LOOKUPS = ((c10d, "_rank_not_in_group"), (functional, "_resolve_group"), (functional, "_resolve_group_name"))
+
+
+@contextmanager
+def refused_communication(refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+    """A context in which a query or a collective of this thread (`get_rank`, `all_reduce`, also differentiable and
+    functional ones) is a call of `refuse` with its name. `is_initialized` is no such query."""
+    thread = threading.get_ident()
+
+    def guarded(lookup: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return lookup(*args, **kwargs) if threading.get_ident() != thread else refuse(_name_of_call())
+
+        return call
+
+    with ExitStack() as restored:
+        for owner, name in _LOOKUPS:
+            if (lookup := getattr(owner, name, None)) is not None:
+                restored.callback(setattr, owner, name, lookup)
+                setattr(owner, name, guarded(lookup))
+        yield
+
+
+def _name_of_call() -> str:
+    """The function of torch.distributed that was called from outside of it."""
+    name = ""
+    for frame, _ in traceback.walk_stack(sys._getframe(2)):
+        folder, function = Path(frame.f_code.co_filename).parent, frame.f_code.co_name
+        if not folder.is_relative_to(_FOLDER.parent):
+            break
+        if folder.is_relative_to(_FOLDER):  # most are in a wrapper that logs errors
+            name = frame.f_locals["func"].__name__ if function == "wrapper" else function
+    return name

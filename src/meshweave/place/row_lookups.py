@@ -52,7 +52,7 @@ def row_lookups(step: StepGraph) -> list[RowLookup]:
     rows = {n: {0} for n, item in batch.items() if item.kind == "batch" and item.spec.shape[:1] == (num_rows,)}
     numbers = {n: (item.kind, item.name) for n, item in batch.items() if item.spec.is_integer}
     origins = {n: frozenset({name if kind == "batch" else f"buffer {name}"}) for n, (kind, name) in numbers.items()}
-    found: list[RowLookup] = []
+    lookups: list[RowLookup] = []
     for node in step.graph.nodes:
         if node.op != "call_function" or origin_of(node).phase not in ("forward", "loss"):
             continue
@@ -61,9 +61,9 @@ def row_lookups(step: StepGraph) -> list[RowLookup]:
             origins[node] = frozenset().union(*(origins.get(n, ()) for n in operands if spec_of(n).is_integer))
         if node.target in TABLE or operands:
             rule = row_for(node).rule(node)
-            found += _lookups(node, rule, rows, origins, num_rows)
+            lookups += _lookups(node, rule, rows, origins, num_rows)
             _carry_rows(node, rule, rows)
-    return found
+    return lookups
 
 
 def check_own_rows(step: StepGraph, num_parts: int) -> None:
