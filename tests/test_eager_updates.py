@@ -198,6 +198,51 @@ def test_steps_equal_eager(kind: str, mesh: str, caplog: pytest.LogCaptureFixtur
     assert step.num_steps == 6
 
 
+class RunningNorm(torch.optim.Optimizer):
+    """Writes values of tensors into 0-dim tensors of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                norm = self.state[p].setdefault("norm", torch.zeros((), dtype=p.dtype))
+                norm.mul_(0.9).add_(p.grad.norm())
+                p.sub_(group["lr"] * p.grad / norm)
+
+
+class Buffered(torch.optim.Optimizer):
+    """Keeps numbers in lists within its group, as the first RAdam did (Liu et al., arXiv 1908.03265)."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "buffer": [[None, None] for _ in range(10)]})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                entry = group["buffer"][int(state["step"] % 10)]
+                if entry[0] != state["step"]:
+                    entry[:] = state["step"], 1 / (1 - 0.9 ** state["step"])
+                p.sub_(p.grad, alpha=entry[1] * group["lr"])
+
+
+@pytest.mark.parametrize("make_optimizer", [RunningNorm, Buffered])
+def test_state_that_a_trace_cannot_follow(make_optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    model = Net().double()
+    twin = copy.deepcopy(model)
+    eager = Eager(twin, make_optimizer(twin.parameters()), Recipe(loss=mse))
+    optimizer = make_optimizer(model.parameters())
+    step = mw.compile(model, loss=mse, example=doubles()[0], optimizer=optimizer, mesh="fsdp=2", profile="alpha-beta")
+    assert "step() runs eagerly" in " ".join(step.program.notes)
+    for batch in doubles():
+        assert float(step(batch)) == pytest.approx(eager(batch), rel=1e-12)
+
+
 @pytest.mark.parametrize("mesh", ["", "fsdp=2"])
 def test_clipping_accumulation_schedules_and_evaluation(mesh: str) -> None:
     step, ours, eager = pair("branching", mesh, clip_grad_norm=0.05, accumulate=2)

@@ -43,8 +43,10 @@ def is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a switch, or a list or tuple of these and of tuples of them. A list in a list is
+    not: `step()` could write into the user's own."""
     if type(value) in (tuple, list):
-        return all(map(_is_plain, value))
+        return all(type(x) is not list and _is_plain(x) for x in value)
     return is_number(value) or isinstance(value, _SWITCHES)
 
 

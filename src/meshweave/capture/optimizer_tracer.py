@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import combinations
+from itertools import combinations, zip_longest
 from typing import Any
 
 import torch
@@ -231,7 +231,13 @@ class UpdateTracer(DispatchMode):
 
     def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of an op, which is recorded."""
-        names = (a.name for a in arguments_of(func))
+        formal = arguments_of(func)
+        written = [
+            kwargs.get(a.name, x) for a, x in zip_longest(formal, args) if a.alias_info and a.alias_info.is_write
+        ]
+        if any(isinstance(x, Tensor) and not self.is_known(x) for x in written):
+            raise untraceable("the optimizer writes values of tensors into a number", str(func))
+        names = (a.name for a in formal)
         described = tuple(self._described(func, n, x) for n, x in zip(names, args, strict=False))
         options = tuple(
             (n, self._described(func, n, x)) for n, x in kwargs.items() if n not in ("device", "pin_memory")
