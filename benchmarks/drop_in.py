@@ -24,8 +24,6 @@ import torch
 from links import loopback, running
 from step_time_worker import COMPILED, DROP_IN, END, PEERS, START, STEP, Config
 
-from meshweave.runtime.regions.libraries import faster_library
-
 TABLE = Path(__file__).parent / "results" / "drop_in.md"
 SAME_LOSS = 1e-5  # relative: sums in another order in float32
 
@@ -58,13 +56,13 @@ def measured(config: Config, cache: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def page(rows: list[dict[str, Any]], library: str) -> str:
+def page(rows: list[dict[str, Any]]) -> str:
     parts = [
         "# The drop-in as it comes against Inductor",
         "",
         f"`python benchmarks/drop_in.py`: 2 processes on {os.cpu_count()} cores over loopback, one thread each, torch "
-        f"{torch.__version__}; `torch.compile(backend=...)`, steps in turns. Matmuls of the drop-in on this machine: "
-        f"{library}. The load is that of other processes before the row, in processors.",
+        f"{torch.__version__}; `torch.compile(backend=...)`, steps in turns. "
+        "The load is that of other processes before the row, in processors.",
         "",
         "| model | way | inductor ms | meshweave ms | ratio by turn: median (middle half) | first loss s, inductor | "
         "meshweave | losses differ by | load |",
@@ -89,15 +87,14 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    library, rows = faster_library(torch.device("cpu")), []
+    rows = []
     with tempfile.TemporaryDirectory() as cache:
         for scheme in (options.only,) if options.only else ("ddp", "fsdp", "tp"):
             rows.append(measured(Config(scheme, 1, layers=options.layers, steps=options.steps), cache))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    print(json.dumps(rows) if options.json else page(rows, library))
+    print(json.dumps(rows) if options.json else page(rows))
     if options.write:
-        TABLE.write_text(page(rows, library))
+        TABLE.write_text(page(rows))
     return 0 if max(row["loss_difference"] for row in rows) <= SAME_LOSS else 1
 
 

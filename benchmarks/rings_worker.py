@@ -320,7 +320,6 @@ def coarse(output: Path) -> None:
     from meshweave.cost.calibrate import QUICK, calibrate
     from meshweave.cost.calibrate.ops import Effort
     from meshweave.runtime.cluster import init_from_env, shutdown
-    from meshweave.runtime.regions.libraries import Libraries
 
     rank, _ = init_from_env()
     kib = 1 << 10
@@ -337,7 +336,7 @@ def coarse(output: Path) -> None:
         received=(kib, 64 * kib, 1024 * kib, 4096 * kib),
         held_out_received=(256 * kib,),
     )
-    found = calibrate(plan, "coarse", "benchmarks/rings.py --quick", torch.device("cpu"), libraries=Libraries())
+    found = calibrate(plan, "coarse", "benchmarks/rings.py --quick", torch.device("cpu"))
     if rank == 0:
         output.write_text(found.text)
     shutdown()

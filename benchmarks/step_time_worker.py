@@ -18,9 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshweave as mw
 from meshweave.runtime.cluster import init_from_env, shutdown
+from meshweave.runtime.regions.compiler import BackendName
 
 OURS = "meshweave"
 COMPILED, DROP_IN = "compiled", "drop-in"
+OURS_COMPILED = f"{OURS}, {COMPILED}"
 BACKENDS = {"": "", COMPILED: "inductor", DROP_IN: "meshweave"}  # of torch.compile, by the end of a way's name
 Step = Callable[[Tensor], float]
 LR = 1e-2
@@ -39,7 +41,7 @@ class Config:
     sequence: int = 256
     steps: int = 8
     warm_up: int = 2
-    compiles: bool = True  # peers also under torch.compile
+    compiles: bool = True  # all ways also compiled
 
     def __str__(self) -> str:
         return f"{self.family} {self.layers} x {self.hidden}, {self.scheme}, batch {self.batch} x {self.sequence}"
@@ -93,16 +95,16 @@ def meshes(scheme: str, num_ranks: int) -> str:
 def variants(config: Config) -> tuple[str, ...]:
     """Names of ways to train, ours first."""
     peer, _ = PEERS[config.scheme]
-    return (OURS, peer, f"{peer}, {COMPILED}") if config.compiles else (OURS, peer)
+    return (OURS, OURS_COMPILED, peer, f"{peer}, {COMPILED}") if config.compiles else (OURS, peer)
 
 
 def make_step(config: Config, variant: str, num_ranks: int) -> Step:
-    if variant == OURS:
-        return ours(config, num_ranks)
+    if variant in (OURS, OURS_COMPILED):
+        return ours(config, num_ranks, "auto" if variant == OURS else "inductor")
     return PEERS[config.scheme][1](config, BACKENDS[variant.partition(", ")[2]])
 
 
-def ours(config: Config, num_ranks: int) -> Step:
+def ours(config: Config, num_ranks: int, backend: BackendName) -> Step:
     """As it comes: no profile, no passes named."""
     model = make_model(config)
     batch = next(batches(config, num_ranks))
@@ -113,6 +115,7 @@ def ours(config: Config, num_ranks: int) -> Step:
         optimizer=torch.optim.SGD(model.parameters(), lr=LR),
         mesh=meshes(config.scheme, num_ranks),
         forward=lambda m, b: m(**b, use_cache=False),
+        run=mw.RunOptions(backend=backend),
     )
 
     def run(batch: Tensor) -> float:
@@ -226,7 +229,7 @@ def worker(config: Config, variant: str) -> None:
     """Train by the variant of that name. Seconds are those of the slowest process, losses those of the global batch."""
     rank, num_ranks = init_from_env()
     source, step = batches(config, num_ranks), None
-    while (question := _asked(rank)) != END:
+    while _asked(rank) != END:
         gc.collect()
         if step is not None:  # caches are cold after the turns of other jobs, and training takes step after step
             step(next(source))
@@ -235,12 +238,7 @@ def worker(config: Config, variant: str) -> None:
         began = time.perf_counter()
         step = step or make_step(config, variant, num_ranks)
         loss = step(batch)
-        answer = {"seconds": _slowest(time.perf_counter() - began), "loss": _mean(loss)}
-        if question == START and variant == OURS:
-            began = time.perf_counter()
-            step.compiled.wait_for_compiler()  # type: ignore[attr-defined]
-            answer["waited"] = time.perf_counter() - began  # nobody steps: in a script steps go on meanwhile
-        _answer(rank, answer)
+        _answer(rank, {"seconds": _slowest(time.perf_counter() - began), "loss": _mean(loss)})
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, dtype=torch.int64)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     _answer(rank, {"peak_bytes": int(peak), **(described(step.compiled) if variant == OURS else {})})  # type: ignore[union-attr]
@@ -284,5 +282,4 @@ def described(step: mw.TrainStep) -> dict[str, Any]:
         "costs": program.costs_from,
         "passes": program.optimized.name,
         "predicted": predicted,
-        "library": step.session.compiler.library,
     }

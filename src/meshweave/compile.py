@@ -30,8 +30,8 @@ from meshweave.place.plans import Plan
 from meshweave.place.row_lookups import check_own_rows
 from meshweave.program import Program
 from meshweave.runtime.cluster import make_world, numbers_of_all
-from meshweave.runtime.fuse import compiles_for_gpu, prepare_compiler
 from meshweave.runtime.optimizer_state import follow_replaced
+from meshweave.runtime.regions.compiler import backend_for
 from meshweave.runtime.rows import batch_shard, global_example
 from meshweave.runtime.session import RunOptions, SessionSettings
 from meshweave.runtime.together import agree, argument_texts, program_texts, together
@@ -123,7 +123,8 @@ class CompileOptions:
     def pipeline_on(self, asked: Pipeline, world: World, costs: Costs) -> Pipeline:
         """The passes asked for, and those that a step on this machine has by default: with recompute alone, too."""
         pipeline = asked
-        if self.passes in (None, "default") and compiles_for_gpu(self.run.backend, world):
+        is_compiled = backend_for(self.run.backend, world.device, len(world.devices)) == "inductor"
+        if self.passes in (None, "default") and is_compiled and world.device.type == "cuda":
             pipeline = pipeline.having(Recompute("pointwise", is_optional=True))
         if self.passes is None or [each_pass.name for each_pass in asked.passes] == [Recompute.name]:
             pipeline = with_default_passes(pipeline, world, costs, self.run.passes_seconds)
@@ -148,8 +149,7 @@ class CompileOptions:
             shard = batch_shard(mesh, plan)[0]
             example = global_example(self.example, self.batch, shard)
             numbers_of_all(world, 0)  # connects them: later a rank that waits learns of the failure of another
-            chosen = costs_for(self.profile, world, run.progress, is_eager=run.backend == "eager")
-            prepare_compiler(run.backend, world, sum(x.numel() for x in model.parameters()))
+            chosen = costs_for(self.profile, world, run.progress)
             pipeline = self.pipeline_on(pipeline, world, chosen.costs)
             build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin, shard)
             program = build(example, "train", self.capture.accumulate, None)

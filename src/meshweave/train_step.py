@@ -122,7 +122,6 @@ class TrainStep:
 
         The result has the form of a simulated step, so that `meshweave.report` shows both side by side. On a cluster
         all ranks call it, and all get the times of all ranks. The first steps of a process are slower than the others.
-        It first waits for background compilation (`wait_for_compiler`).
         """
         with self._call("trace", batch) as checked:
             variant, micros, numbers = self._prepared(checked)
@@ -130,13 +129,6 @@ class TrainStep:
             done = partial(self._stepped, variant)
             timeline = variant.session.trace(micros, numbers, tokens=tokens, done=done)
         return timeline
-
-    def wait_for_compiler(self) -> None:
-        """Wait until the compute that `backend="auto"` compiles in the background is compiled and measured: the next
-        step uses it where it is faster. Without this call steps begin to use it once it is ready. All ranks call it."""
-        with self.session.world.call("wait_for_compiler"):
-            for variant in self.variants.all:
-                variant.session.compile_regions(is_awaited=True)
 
     def evaluate(self, batch: Any, *, training: bool = False) -> Tensor:
         """The loss of a batch, with `model.eval()` (or, for `training`, with the current modes of the modules). Neither

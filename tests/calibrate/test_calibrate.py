@@ -40,7 +40,6 @@ from meshweave.cost.hardware.schema import KINDS
 from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
-from meshweave.runtime.regions.libraries import MM, ONEDNN_MM, Libraries
 
 command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
 CPU = torch.device("cpu")
@@ -76,7 +75,7 @@ MACHINE = MachineFacts(
 def test_a_case_is_the_work_that_the_simulator_takes_it_for() -> None:
     pool = Pool(CPU, 32 * MIB)
     cases = [
-        *matmul_cases(pool, [Grid(torch.float32, (16, 32), 1e5, ((7, 5, 3),))], Libraries()),
+        *matmul_cases(pool, [Grid(torch.float32, (16, 32), 1e5, ((7, 5, 3),))]),
         *batched_cases(pool, torch.float32, True),
         *attention_cases(pool, torch.float32, [(2, 3, 16, 8)], []),
     ]
@@ -109,25 +108,10 @@ def test_memory_cases_are_of_every_kind_and_of_the_size_asked_for() -> None:
         assert all(0.6 * size < n < 1.1 * size for n in sizes), (kind, sizes)  # an index is smaller than what it finds
 
 
-def test_matmuls_are_those_of_the_library_of_a_step() -> None:
-    pool = Pool(CPU, 32 * MIB)
-    grid = Grid(torch.float32, (16, 512), 3e8, ())
-    kernels = {case.operands[0][0].shape + case.operands[0][1].shape[1:]: case.kernels for case in
-               matmul_cases(pool, [grid], Libraries(True))}  # fmt: skip
-    assert kernels[512, 512, 512] == (ONEDNN_MM,) * 3
-    assert kernels[512, 512, 16] == (ONEDNN_MM, ONEDNN_MM, MM)  # m, k, n: the copy of the last takes long
-    assert kernels[16, 16, 16] == (MM,) * 3
-    (case,) = [c for c in matmul_cases(pool, [grid], Libraries(True)) if c.operands[0][0].shape == (512, 16)][:1]
-    block = RepeatedOp(OpCase("", MM, case.operands, kernels=(ONEDNN_MM, MM)), 4, CPU)
-    block.run()
-    assert isinstance(block.work, Matmul)
-    assert all(set(case.kernels) == {MM} for case in matmul_cases(pool, [grid], Libraries()))
-
-
 def test_a_transposed_factor_is_a_view() -> None:
     """x @ w^T is read as it lies: the copy that would make it contiguous is not timed."""
     pool = Pool(CPU, 32 * MIB)
-    (case, *_) = matmul_cases(pool, [Grid(torch.float32, (16,), 1e5, ())], Libraries())
+    (case, *_) = matmul_cases(pool, [Grid(torch.float32, (16,), 1e5, ())])
     assert [tuple(x.is_contiguous() for x in pair) for pair in case.operands] == [
         (True, False),
         (True, True),
@@ -379,23 +363,6 @@ def test_the_command_writes_a_file_that_loads(tmp_path: Path, monkeypatch: pytes
     assert [e["class"] for e in said["errors"]] == [e.kind for e in profile.errors]
     assert profile.name == "machine"
     assert output.read_text().startswith("# Measured by `meshweave calibrate -o machine.toml --quick`.")
-
-
-@pytest.mark.parametrize(("backend", "libraries"), [("eager", Libraries()), ("auto", None)])
-def test_the_command_measures_the_matmuls_of_a_backend(
-    backend: str, libraries: Libraries | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def measured(*arguments: Any) -> None:
-        assert arguments[-1] == libraries
-        assert (" --backend eager" in arguments[2]) is (backend == "eager")
-        raise MeshweaveError("measured enough")
-
-    monkeypatch.setattr(command, "measure", measured)
-    done = CliRunner().invoke(app(), ["-o", str(tmp_path / "machine.toml"), "--backend", backend])
-    assert "measured enough" in done.output
-    done = CliRunner().invoke(app(), ["-o", str(tmp_path / "machine.toml"), "--backend", "xla"])
-    assert done.exit_code == 2
-    assert "is not one of" in done.output
 
 
 @pytest.mark.parametrize(

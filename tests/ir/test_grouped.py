@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshweave.interop.lazy import load_inductor
 from meshweave.ir import local_ops
 from meshweave.ir.grouped import (
     all_rows,
@@ -19,6 +18,7 @@ from meshweave.ir.grouped import (
     seen_mm,
     seen_outer,
 )
+from meshweave.runtime.regions.compiler import load_inductor
 
 aten = torch.ops.aten
 X, G = torch.arange(28.0).reshape(7, 4), torch.arange(35.0).reshape(7, 5)

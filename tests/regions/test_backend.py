@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests import models
 from tests.models import Made, hugging_face
-from torch import Tensor, nn
+from torch import nn
 
 import meshweave as mw
 from meshweave.interop import inductor
-from meshweave.runtime.regions import profitability
-from meshweave.runtime.regions.process import CompilerProcess
+from meshweave.runtime.regions.compiler import backend_for
 
 
 def linear(batch: int) -> Made:
@@ -113,11 +112,26 @@ def test_passes_that_are_exact_op_by_op_round_otherwise_at_most(mesh: str) -> No
     assert_alike(step, plain, 1e-5)
 
 
-def test_virtual_devices_and_small_steps_run_op_by_op_unless_asked() -> None:
-    for mesh in ("", "dp=2"):
-        step, _ = trained("mlp", "auto", mesh, steps=1)
-        assert not num_regions(step)
-        assert not step.session.compiler.compiled
+def test_auto_compiles_for_a_gpu_of_its_own() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    assert [backend_for("auto", *where) for where in ((gpu, 1), (gpu, 2), (cpu, 1))] == ["inductor", "eager", "eager"]
+    assert backend_for("inductor", cpu, 2) == "inductor"
+    assert backend_for("eager", gpu, 1) == "eager"
+    step, _ = trained("mlp", "auto", steps=1)
+    assert not step.session.compiler.compiled
+
+
+def test_a_program_that_is_only_simulated_compiles_nothing() -> None:
+    step, _ = trained("linear", "inductor", steps=0)
+    assert not step.session.compiler.compiled
+    step(MODELS["linear"]()[1])
+    assert num_regions(step)
+
+
+def test_loading_inductor_draws_no_random_numbers_of_the_user() -> None:
+    code = "import random; from meshweave.runtime.regions.compiler import load_inductor; a = random.getstate(); "
+    code += "load_inductor(); assert a == random.getstate()"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Previous(torch.optim.Optimizer):
@@ -247,69 +261,3 @@ def test_a_region_is_one_span_of_a_trace() -> None:
     regions = [span for span in found.spans if len(span.names) > 1]
     assert len(regions) == num_regions(step)
     assert sum(span.flops for span in regions) > 0
-
-
-class Wide(nn.Module):
-    """Element by element over 8 MiB, then over a few numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ((x * self.scale).tanh().exp() + x.cos()).mean(1)
-
-
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_auto_compiles_what_may_pay_and_keeps_it_if_it_is_faster(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_faster: bool
-) -> None:
-    """The compiler is a stand-in, that runs ops one by one. What was measured is not measured again."""
-    monkeypatch.setenv("MESHWEAVE_CACHE", str(tmp_path))
-    no_process = lambda process: setattr(process, "is_started", True)  # noqa: E731
-    monkeypatch.setattr(CompilerProcess, "start", no_process)  # compiled here
-    measured: list[Any] = []
-    asked: list[Any] = []
-    made: list[Any] = []
-
-    def stand_in(function: Any, *_: Any, **__: Any) -> Callable[[list[Any]], Any]:
-        asked.append(function)
-        made.append(lambda operands: function(*operands))
-        return made[-1]
-
-    monkeypatch.setattr(inductor, "compile_graph", stand_in)
-
-    def seconds(run: Any, function: Any, pool: Any) -> float:
-        measured.append(function)
-        return 1.0 if (run in made) is is_faster else 2.0
-
-    def start() -> mw.TrainStep:
-        model = Wide()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-        return mw.compile(model, loss=lambda out, _: out.mean(), example={"x": x}, optimizer=optimizer, mesh="")
-
-    monkeypatch.setattr(profitability, "_seconds", seconds)
-    x = torch.randn(1024, 2048)
-    step = start()
-    assert not asked  # a program that is only simulated compiles nothing
-    assert step({"x": x}) > 0
-    assert not asked  # the first step has the processor to itself
-    assert step({"x": x}) > 0
-    assert asked
-    assert all(max(prod(shape) for shape, _, _ in function.forms) >= x.numel() for function in asked)
-    assert bool(num_regions(step)) is is_faster
-    assert step({"x": x}) > 0
-    assert measured
-    for damage in (False, True):
-        measured.clear()
-        asked.clear()
-        (entry,) = (tmp_path / "regions").iterdir()
-        if damage:
-            entry.write_text(entry.read_text().replace("# ", "#  "))
-        again = start()
-        assert again({"x": x}) > 0
-        assert bool(num_regions(again)) is (is_faster and not damage)
-        assert again({"x": x}) > 0
-        assert bool(num_regions(again)) is is_faster
-        assert bool(measured) is damage
-        assert bool(asked) is (is_faster or damage)

@@ -17,7 +17,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.cluster import ClusterWorld, shutdown
 from meshweave.runtime.executor import compile_tasks
-from meshweave.runtime.process_groups import ONE_ROUND_BYTES_OF_PAIRS
+from meshweave.runtime.process_groups import ONE_ROUND_BYTES
 
 
 def job_reduced(pipe: Connection) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def job_reduced(pipe: Connection) -> dict[str, Any]:
     return {"values": values, "rank": world.rank}
 
 
-NUM_ELEMENTS = ONE_ROUND_BYTES_OF_PAIRS // 4 + 5  # long, and not divisible by the number of ranks
+NUM_ELEMENTS = ONE_ROUND_BYTES // 4 + 5  # long, and not divisible by the number of ranks
 
 
 def job_owned(pipe: Connection, mesh: str, dtype: torch.dtype) -> dict[str, Any]:

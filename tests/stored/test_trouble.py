@@ -94,7 +94,7 @@ FORGED: dict[str, bytes] = {
     "a class that a module imports": opcodes("meshweave.disk_cache", "Path"),
     "a path through a module": opcodes("meshweave.disk_cache", "os.system"),
     "an attribute of a class": opcodes("meshweave.ir.graph", "Spec.__init__"),
-    "a class that is not frozen": opcodes("meshweave.runtime.regions.process", "CompilerProcess"),
+    "a class that is not frozen": opcodes("meshweave.runtime.regions.compiler", "RegionCompiler"),
     "a class of torch": opcodes("torch", "Generator"),
     "a tensor": pickle.dumps(torch.ones(2)),
     "a known value that is unknown": opcodes(stored.__name__, "_part", "known"),

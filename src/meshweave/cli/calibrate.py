@@ -18,8 +18,6 @@ from meshweave.cost.calibrate import calibrate as measure
 from meshweave.cost.hardware import load_profile
 from meshweave.errors import MeshweaveError
 from meshweave.report.tables import plain_table
-from meshweave.runtime.regions.compiler import BackendName
-from meshweave.runtime.regions.libraries import Libraries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +25,6 @@ class CalibrateOptions(Options):
     output: Path = option(flags=("-o", "--output"), metavar="FILE", help="the profile to write, such as machine.toml")
     quick: bool = option(False, "fewer sizes and repetitions")
     device: str = option("", "cpu or cuda; by default CUDA if available")
-    backend: BackendName = option("auto", "of the compute; eager: matmuls by ATen, as eager PyTorch")
 
 
 def calibrate(screen: Screen, options: CalibrateOptions) -> int:
@@ -43,8 +40,7 @@ def calibrate(screen: Screen, options: CalibrateOptions) -> int:
     began = time.perf_counter()
     on = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     plan = QUICK if quick else FULL
-    libraries = Libraries() if options.backend == "eager" else None
-    calibration = measure(plan, output.stem, _command(options), on, lambda stage: screen.say(f"{stage} ..."), libraries)
+    calibration = measure(plan, output.stem, _command(options), on, lambda stage: screen.say(f"{stage} ..."))
     if rank() == 0:
         output.write_text(calibration.text)
         profile = load_profile(output)
@@ -59,9 +55,8 @@ def calibrate(screen: Screen, options: CalibrateOptions) -> int:
 
 
 def _command(options: CalibrateOptions) -> str:
-    backend = "" if options.backend == "auto" else f" --backend {options.backend}"
     many = f"torchrun --nproc-per-node={dist.get_world_size()} -m " if dist.is_initialized() else ""
-    return f"{many}meshweave calibrate -o {options.output.name}{' --quick' if options.quick else ''}{backend}"
+    return f"{many}meshweave calibrate -o {options.output.name}{' --quick' if options.quick else ''}"
 
 
 def _rows(calibration: Calibration) -> list[dict[str, object]]:

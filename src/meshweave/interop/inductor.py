@@ -8,10 +8,8 @@ backward are not. Importing this file imports Inductor, which takes a second.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -23,11 +21,9 @@ from torch._inductor import custom_graph_pass
 from torch._inductor import list_mode_options as list_mode_options
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.utils import contains_collective as contains_collective
 from torch._inductor.utils import contains_wait as contains_wait
@@ -35,8 +31,6 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-_INSTRUCTIONS = Lock()
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, stride and dtype of a tensor
 GraphPass: Any = custom_graph_pass.CustomGraphPass
@@ -61,53 +55,6 @@ def backward_compiled_with_forward() -> AbstractContextManager[Any]:
     return torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
 
 
-def find_instructions() -> None:
-    """Let Inductor detect the vector instructions of the processor and the C++ compiler, which it does before its first
-    kernel: 1 s, and 8 s with an empty disk cache. Errors appear when a kernel is compiled.
-
-    A thread that calls it while another is detecting waits: Inductor itself would continue with incomplete flags, and
-    compile for them what the next start does not find in its cache."""
-    with _INSTRUCTIONS, suppress(Exception):
-        pick_vec_isa()
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The settings on which the code that Inductor writes depends, besides its input: its options, and torch's."""
-
-    options: bytes
-    num_threads: int
-    is_deterministic: bool
-    matmul_precision: str
-
-
-def settings() -> Settings:
-    """The settings of this process. PickleError for options that are functions."""
-    precise = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return Settings(config.save_config(), torch.get_num_threads(), deterministic, precise)  # type: ignore[attr-defined]
-
-
-def apply_settings(own: Settings) -> None:
-    """Make this process compile like the process with these settings."""
-    config.load_config(own.options)  # type: ignore[attr-defined]
-    torch.set_num_threads(own.num_threads)
-    torch.use_deterministic_algorithms(own.is_deterministic)
-    # setting the default explicitly changes the cache key
-    if torch.get_float32_matmul_precision() != own.matmul_precision:
-        torch.set_float32_matmul_precision(own.matmul_precision)
-
-
-def has_cache() -> bool:
-    """Whether Inductor caches its output on disk."""
-    return bool(config.fx_graph_cache)
-
-
-def output_directory() -> Path:
-    """Where Inductor caches its output on disk; by default it is lost when the machine starts again."""
-    return Path(cache_dir())
-
-
 def compile_graph(
     function: Callable[..., Any], forms: Sequence[Form], device: torch.device, *, joins_kernels: bool = False
 ) -> Callable[[list[Any]], list[Any]]:
@@ -118,8 +65,6 @@ def compile_graph(
 
     Raises any error of Inductor, InvalidCxxCompiler if there is no compiler.
     """
-    if device.type == "cpu":
-        find_instructions()
     # Without a shape environment, even for static shapes, Inductor does not cache on disk.
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
         inputs = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in forms]

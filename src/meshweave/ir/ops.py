@@ -4,7 +4,7 @@ layout a plan fixes; `meshweave::attention` is scaled-dot-product attention as a
 over any dims; `meshweave::uniform` and `meshweave::chance` random numbers and bools that are functions of (seed, step,
 call, global index) and therefore the same on every mesh; `meshweave::round_parts` a cast that may come before a sum
 over devices; `meshweave::square_sum` the square of a norm; `meshweave::ctc_loss` connectionist temporal classification
-of sequences whose lengths are tensors; `meshweave::onednn_mm` is a kernel of `aten::mm`.
+of sequences whose lengths are tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from meshweave.interop import onednn
 from meshweave.ir import attention as kernels
 from meshweave.ir import random
 from meshweave.ir.causal import Causal
@@ -30,7 +29,6 @@ __all__ = [
     "is_zeros",
     "matmul",
     "move",
-    "onednn_mm",
     "pin",
     "round_parts",
     "square_sum",
@@ -273,17 +271,6 @@ def _matmul_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
 
 
 matmul.register_autograd(_matmul_backward, setup_context=_matmul_context)
-
-
-@define_op("onednn_mm")
-def onednn_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] @ b [k, n] by oneDNN instead of ATen's BLAS: how a matmul runs, which graphs do not contain."""
-    return onednn.mm(a, b)
-
-
-@onednn_mm.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]))
 
 
 @define_op("contract")

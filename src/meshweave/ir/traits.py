@@ -41,7 +41,7 @@ PRODUCTS = MATMULS | {torch.ops.meshweave.contract.default}  # matmuls for any o
 _WORK = {
     "matmul": (
         "mm addmm bmm baddbmm matmul mv contract convolution convolution_backward _scaled_mm _grouped_mm grouped_mm "
-        "grouped_outer mm_piece outer_piece onednn_mm"
+        "grouped_outer mm_piece outer_piece"
     ),
     "attention": (
         "attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention flex_attention "

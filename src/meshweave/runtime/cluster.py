@@ -21,7 +21,6 @@ from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.allocator import keep_freed_memory
 from meshweave.runtime.collectives import Group
 from meshweave.runtime.executor import Compiled, Executor, Meter
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator
@@ -201,10 +200,7 @@ def check_devices(mesh: Mesh) -> None:
 def make_world(mesh: Mesh, device: torch.device | str | None = None, home: torch.device | str | None = None) -> World:
     """This process's part of the mesh: this rank of torch.distributed if it is initialised, else the whole mesh, which
     without a `device` is at `home`."""
-    world: World = ClusterWorld(mesh, device) if _is_job() else LocalWorld(mesh, device or home)
-    if world.device.type == "cpu":
-        keep_freed_memory()
-    return world
+    return ClusterWorld(mesh, device) if _is_job() else LocalWorld(mesh, device or home)
 
 
 def numbers_of_all(world: World, number: int) -> tuple[int, ...]:

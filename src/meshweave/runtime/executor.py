@@ -16,6 +16,7 @@ from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 from meshweave.ir.traits import FACTORIES
 from meshweave.ir.values import local_values
+from meshweave.runtime.regions.cut import Fused
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2  # the parts of a step, which run in this order
 
@@ -79,17 +80,6 @@ class Executor(Protocol):
 @dataclass(frozen=True, slots=True)
 class Slot:
     index: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fused:
-    """Several nodes that run as a single function of the values of `inputs` (in a list that it empties) and the device.
-    It returns the values of `outputs`."""
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-    function: Callable[[list[Any], int], Sequence[Any]]
 
 
 Step = fx.Node | Fused

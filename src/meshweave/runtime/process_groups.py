@@ -40,9 +40,6 @@ _RELEASED = 2.0  # seconds in which threads end once their connections are broke
 # processes on 2 shared cores, torch 2.13, 2026-11, `all_reduce` of float32, minimum of 4 runs: 64 B 4.4 ms in one round
 # (native 6.0), 32 KiB 8.8 ms in two (a gather 3.9, native 7.7), 512 KiB 8.6 ms in two (a gather 6.5, native 5.0).
 ONE_ROUND_BYTES = 1 << 20
-# Two members receive as many bytes in one round, but each sums up the whole, and an owned operand does not become the
-# result: a data-parallel step of 24.6M parameters takes as long either way (458 and 455 ms), and has 45 MB less in two.
-ONE_ROUND_BYTES_OF_PAIRS = 1 << 22
 
 
 def check_sends_from_gpu(config: str) -> None:
@@ -145,8 +142,7 @@ class ClusterCommunicator:
 
     def _is_long(self, op: Any, group: Group, x: Tensor) -> bool:
         """Whether an all-reduce takes two rounds; a small operand is gathered."""
-        least = ONE_ROUND_BYTES if group.size > 2 else ONE_ROUND_BYTES_OF_PAIRS
-        return op is ALL_REDUCE.op and not self.is_native and x.nbytes * group.size > least
+        return op is ALL_REDUCE.op and not self.is_native and x.nbytes * group.size > ONE_ROUND_BYTES
 
     def _two_rounds(self, group: Group, x: Tensor, args: Sequence[Any], is_owned: bool) -> Pending:
         """An all-reduce: blocks are exchanged, each is reduced by its owner and sent to all others, by a thread as soon

@@ -22,17 +22,16 @@ from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import LayoutError, PlanError, StepError
 from meshweave.ir.graph import Spec
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.allocator import compacted
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.carries import Carries
+from meshweave.runtime.cluster import on_any
 from meshweave.runtime.cuda_graphs import CudaGraphs, DeviceGraphs
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
-from meshweave.runtime.fuse import Look, compiler_for, fuse_for
 from meshweave.runtime.inputs import Inputs, numbers_on
 from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.recorded import can_be_recorded
-from meshweave.runtime.regions.compiler import BackendName, RegionCompiler, checked_backend
+from meshweave.runtime.regions.compiler import BackendName, RegionCompiler, backend_for, checked_backend
 from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
@@ -51,10 +50,9 @@ _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state",
 class RunOptions:
     """How a compiled step runs and what it keeps: nothing that changes what it computes.
 
-    backend: what runs the compute between communications. "eager": op by op; "inductor": compiled, equal regions of
-        repeated layers once; "auto": compiled by a background process during the first steps, where that is measured to
-        be faster and 1,000 steps save the compile time; on virtual devices eager. Compiled values differ from eager
-        ones by rounding (docs/regions.md).
+    backend: what runs the compute between communications. "eager": op by op; "inductor": compiled before the first
+        step, equal regions of repeated layers once; "auto": "inductor" in a process with a GPU of its own, "eager" on
+        processors and virtual devices. Compiled values differ from eager ones by rounding (docs/regions.md).
     cuda_graphs: on a GPU, record compiled regions in the third step and replay them from then on, so that the host
         launches a few CUDA graphs instead of every kernel: same values, and the memory of a step stays reserved. Not
         with accumulation or keep_gradients.
@@ -253,11 +251,14 @@ class Session:
     ) -> None:
         """`share`: another session of the same model, whose state this session trains, too."""
         self.roles, self.world, self.settings = tuple(roles), world, settings
-        self.compiler: RegionCompiler = compiler_for(settings.run.backend, world) if share is None else share.compiler
+        backend = backend_for(settings.run.backend, world.device, len(world.devices))
+        self.compiler: RegionCompiler = (
+            RegionCompiler(backend, partial(on_any, world)) if share is None else share.compiler
+        )
         self.graphs: DeviceGraphs | None = graphs_of(world, settings) if share is None else share.graphs
         if share is None:
             self.compiler.joins_updates = self.graphs is None  # the host launches each kernel
-        self._has_regions, self._look = False, Look()
+        self._has_regions = False
         self._build(meter)
         self.state: State = State(self.roles, world.devices, world.device) if share is None else share.state
         self.bindings: Bindings = Bindings(world) if share is None else share.bindings
@@ -294,22 +295,13 @@ class Session:
             early = self._compiled({"loss", "buffer", "acc"}, False, has_regions)
             self._early: Executor = self.world.executor(self.roles, early, meter)
 
-    def compile_regions(self, is_awaited: bool = False) -> None:
-        """Run compute as compiled regions, from the first step on; until then a program may only be simulated, on a
-        machine that could not run it. If a background process compiles, which begins after the first step, steps run
-        without regions until it ends (`is_awaited`: this call waits for that). All processes call it."""
-        while not self._has_regions and self.compiler.backend != "eager" and not self.progress.num_done:
-            self.compiler.start()  # those that the previous step asked for
-            if is_awaited:
-                self.compiler.wait()
-            elif not self._look.is_due() or (self._look.is_again and self.compiler.any_rank(self.compiler.is_busy)):
-                return
-            self.compiler.is_waiting = False
-            with compacted():  # regions are measured on operands of their own; earlier steps have scattered parameters
-                self._build(self.executor.meter, True)
-            self._has_regions = not self.compiler.is_waiting
-            if not is_awaited:
-                return
+    def compile_regions(self) -> None:
+        """Compile the regions before the first step: until then a program may only be simulated, on a machine that
+        could not run it. All processes call it."""
+        if self._has_regions or self.compiler.backend == "eager" or self.progress.num_done:
+            return
+        self._build(self.executor.meter, True)
+        self._has_regions = True
 
     def _compiled(self, kept: set[str], is_last: bool, has_regions: bool) -> tuple[Compiled, ...]:
         """The tasks of each local device, with outputs of the kinds `kept`."""
@@ -317,7 +309,8 @@ class Session:
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
             if id(rank) not in compiled:
-                fuse = fuse_for(self.compiler, rank, self.world) if has_regions else None
+                own = [d for d in self.world.devices if d in rank.devices]
+                fuse = partial(self.compiler.fuse, rank, own, self.world.device) if has_regions else None
                 compiled[id(rank)] = compile_tasks(rank, self.world.device, lambda kind, _: kind in kept, is_last, fuse)
         return tuple(compiled[id(by_device[d])] for d in self.world.devices)
 
@@ -361,7 +354,7 @@ class Session:
     ) -> Simulation:
         """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the records of all ranks."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
-        self.compile_regions(is_awaited=True)  # else the current step could switch to compiled regions
+        self.compile_regions()
         recorder = Recorder(clock, len(self.ranks))
         usual_meter = self.executor.meter
         with self.world.guard():

@@ -103,10 +103,8 @@ def backend(
 
     `cost`, `memory_cap_bytes` and `groups` are those of `mw.overlap`; `cost` may also be the name or file of
     a machine profile, by default it depends on the graph's device type. `inner` compiles the ordered graph: "inductor",
-    "aot_eager" (which runs it op by op) or a callable in the form of aot_autograd. With "inductor", float32 matmuls of
-    a processor run by oneDNN where that is faster on this machine, and then round differently from Inductor's own
-    (`torch.backends.mkldnn.enabled = False` prevents it). `report` is called with the reports of the passes on every
-    graph that communicates: OverlapReport, DecomposeReport, SplitReport.
+    "aot_eager" (which runs it op by op) or a callable in the form of aot_autograd. `report` is called with the reports
+    of the passes on every graph that communicates: OverlapReport, DecomposeReport, SplitReport.
 
     `passes`: the passes over a graph, as in `compile`: "exact" (the default: overlap), "default" (overlap, split,
     decompose) or "overlap,split=2", and passes of your own whose `scope` is "graph" or "joint graph". After each pass

@@ -33,7 +33,6 @@ from meshweave.interop.inductor import (
 )
 from meshweave.passes import Decompose
 from meshweave.passes.base import Scope
-from meshweave.runtime.regions.libraries import Libraries, choose_in
 from meshweave.torch_compile.scheduling import BackendSettings
 
 # Inductor's own overlap and bucketing (torch 2.13, _inductor/config.py), and the value that switches each off.
@@ -78,14 +77,6 @@ class _Passes:
 
 class GraphPasses(_Passes, PostGradPass):  # type: ignore[misc]
     scope = "graph"
-
-    def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
-        super().__call__(graph, is_inference)
-        choose_in(graph)
-
-    def uuid(self) -> Any | None:
-        keys = super().uuid()
-        return None if keys is None else (Libraries.agreed(torch.device("cpu")).has_onednn, *keys)
 
 
 class JointPasses(_Passes, GraphPass):  # type: ignore[misc]

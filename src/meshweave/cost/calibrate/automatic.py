@@ -22,14 +22,12 @@ from meshweave.cost.hardware import AlphaBeta, Costs, MachineProfile, load_profi
 from meshweave.cost.hardware.load import parse_profile
 from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
 from meshweave.errors import MeshweaveError
-from meshweave.runtime.allocator import release_freed_memory
 from meshweave.runtime.cluster import ClusterWorld
-from meshweave.runtime.regions.libraries import ATEN, ONEDNN, Libraries, faster_library
 from meshweave.runtime.watch import address_towards
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
-FORMAT = 5  # version of the cache; change it when collectives or matmuls are implemented or measured differently
+FORMAT = 6  # version of the cache; change it when collectives or matmuls are implemented or measured differently
 # The cache is used if a gather and a matmul take between 1/4 and 4 times their stated time: 1 and 10 Gbit/s differ by
 # more (8 to 10 times), load of other users mostly by less. No load makes a matmul faster: if it is, the profile was
 # measured beside other work. (Gathers on an idle machine vary by a factor of 2.)
@@ -59,30 +57,24 @@ class Seat:
     threads: int
     address: str  # by which it reaches the job's first rank: two links of the same host have two addresses
     per_node: str
-    library: str  # of matmuls
 
     @staticmethod
-    def here(device: torch.device, is_eager: bool) -> Seat:
+    def here(device: torch.device) -> Seat:
         address = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-        library = ATEN if is_eager else faster_library(device)
         per_node = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return Seat(**machine_of(device), address=address, per_node=per_node, library=library)
+        return Seat(**machine_of(device), address=address, per_node=per_node)
 
 
 def costs_for(
-    profile: Costs | str | None,
-    world: World,
-    progress: Callable[[str], None] = lambda stage: None,
-    *,
-    is_eager: bool = False,
+    profile: Costs | str | None, world: World, progress: Callable[[str], None] = lambda stage: None
 ) -> ChosenCosts:
     """The costs for `profile` on `world`. All ranks of a job call it together and get the same.
 
     Cost objects are used unchanged; "alpha-beta" is an AlphaBeta, another name or a file a machine profile. None and
     "auto" are, in a job of several processes, the built-in profile of its GPUs if there is one, else a profile that is
     measured once (about 10 s) and cached in `cache_directory()`, by hosts, devices, addresses, backend, number of
-    processes, versions and libraries of matmuls (ATen for the eager backend: `is_eager`). Virtual devices of a process
-    have no links: only relative costs of moves matter, for which an AlphaBeta is enough.
+    processes and versions. Virtual devices of a process have no links: only relative costs of moves matter, for which
+    an AlphaBeta is enough.
     """
     if isinstance(profile, str) and profile not in (AUTO, ALPHA_BETA):
         costs = load_profile(profile)
@@ -93,17 +85,16 @@ def costs_for(
         return ChosenCosts(profile, f"{profile.name}, as asked")
     if not isinstance(world, ClusterWorld) or world.mesh.num_devices == 1:
         return ChosenCosts(AlphaBeta(), "alpha-beta: virtual devices have no links to measure")
-    return _of_job(world, progress, is_eager)
+    return _of_job(world, progress)
 
 
-def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_eager: bool) -> ChosenCosts:
+def _of_job(world: ClusterWorld, progress: Callable[[str], None]) -> ChosenCosts:
     with world.guard():
-        seats = _gathered(Seat.here(world.device, is_eager))
+        seats = _gathered(Seat.here(world.device))
     names = {seat.device for seat in seats}
     known = profile_of_device(next(iter(names))) if len(names) == 1 else None
     if known is not None:
         return ChosenCosts(load_profile(known), f"profile {known}, of devices named {seats[0].device}")
-    libraries = Libraries(all(seat.library == ONEDNN for seat in seats))
     entry = CacheEntry(cache_directory() / "profiles", _key(seats))
     is_first = dist.get_rank() == 0
     with entry.lock() if is_first else nullcontext():
@@ -111,12 +102,12 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_eager: bool
             text, trouble = _gathered(_kept(entry) if is_first else ("", ""))[0]
         if text:
             profile = _parsed(text)
-            drifts = _drifts(profile, world, libraries)
+            drifts = _drifts(profile, world)
             wrong = [name for name, drift in drifts.items() if not _LEAST_DRIFTS[name] <= drift <= _MOST_DRIFT]
             if not wrong:
                 return ChosenCosts(profile, f"measured on this machine: {profile.version}, cached in {entry.path}")
             trouble = f"a {wrong[0]} takes {drifts[wrong[0]]:.2g} times as long as {entry.path} says"
-        return _measured(world, entry, trouble, progress, libraries)
+        return _measured(world, entry, trouble, progress)
 
 
 def _kept(entry: CacheEntry) -> tuple[str, str]:
@@ -135,9 +126,7 @@ def _parsed(text: str) -> MachineProfile:
     return parse_profile(text, "the profile of this machine")
 
 
-def _measured(
-    world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Callable[[str], None], libraries: Libraries
-) -> ChosenCosts:
+def _measured(world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Callable[[str], None]) -> ChosenCosts:
     """Costs measured now and cached; an AlphaBeta if that is not possible. `trouble` is why no cached profile was
     used."""
     began = time.perf_counter()
@@ -146,12 +135,9 @@ def _measured(
     text, failure = "", ""
     try:
         name = f"{world.device.type}, {world.mesh.num_devices} processes"
-        text = calibrate(
-            BRIEF, name, "mw.compile", world.device, lambda stage: progress(f"calibrate: {stage}"), libraries
-        ).text
+        text = calibrate(BRIEF, name, "mw.compile", world.device, lambda stage: progress(f"calibrate: {stage}")).text
     except (MeshweaveError, RuntimeError) as error:
         failure = f"{type(error).__name__}: {error}".partition("\n")[0]
-    release_freed_memory()
     with world.guard():
         outcomes = _gathered((text, failure))
     if failures := [error for _, error in outcomes if error]:
@@ -162,7 +148,7 @@ def _measured(
     return ChosenCosts(_parsed(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
 
 
-def _drifts(profile: MachineProfile, world: ClusterWorld, libraries: Libraries) -> dict[str, float]:
+def _drifts(profile: MachineProfile, world: ClusterWorld) -> dict[str, float]:
     """Measured times of a gather over all ranks and of a matmul, relative to the profile."""
     place = MeasuredGroup("", world.mesh.num_devices, world.mesh, world.mesh.axis_names)
     size = local_bytes_of("all_gather", place.size, _PROBE_BYTES)
@@ -172,7 +158,7 @@ def _drifts(profile: MachineProfile, world: ClusterWorld, libraries: Libraries) 
         links.sample(start, 1)
         turns = _PROBE.turns(_PROBE.rounds, time.perf_counter(), links.peers)
         (gather,) = links.peers.most([typical([links.sample(start, 1, lead_of(_PROBE_BYTES)) for _ in turns])])
-        case = matmul_case(Pool(world.device, 4 * _PROBE_BYTES), (_PROBE_SIZE,) * 3, torch.float32, libraries)
+        case = matmul_case(Pool(world.device, 4 * _PROBE_BYTES), (_PROBE_SIZE,) * 3, torch.float32)
         (matmul,) = time_ops([case], world.device, _PROBE, links.peers)
     return {
         "gather": gather / profile.seconds("all_gather", world.mesh, place.axes, size),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from meshweave.cost.calibrate.ops import OpCase
 from meshweave.ir import ops
-from meshweave.runtime.regions.libraries import Libraries
 
 aten = torch.ops.aten
 _MIB = 1 << 20
@@ -73,21 +72,20 @@ SHAPES = (
 )  # fmt: skip
 
 
-def matmul_cases(pool: Pool, grids: Iterable[Grid], libraries: Libraries) -> Iterator[OpCase]:
+def matmul_cases(pool: Pool, grids: Iterable[Grid]) -> Iterator[OpCase]:
     """Matmuls of all sizes of the grids."""
     for grid in grids:
         every = ((m, n, k) for m, n, k in product(grid.sizes, repeat=3))
         sizes = [each for each in every if 2.0 * math.prod(each) <= grid.max_flops]
         sizes += _VECTORS if grid.max_flops > 2.0 * 2048**2 else ()
-        yield from (matmul_case(pool, each, grid.dtype, libraries) for each in sizes)
-        yield from (replace(matmul_case(pool, each, grid.dtype, libraries), is_held_out=True) for each in grid.held_out)
+        yield from (matmul_case(pool, each, grid.dtype) for each in sizes)
+        yield from (replace(matmul_case(pool, each, grid.dtype), is_held_out=True) for each in grid.held_out)
 
 
-def matmul_case(pool: Pool, size: tuple[int, int, int], dtype: torch.dtype, libraries: Libraries) -> OpCase:
+def matmul_case(pool: Pool, size: tuple[int, int, int], dtype: torch.dtype) -> OpCase:
     """A matmul of m, n and k, with the operands of a step: x @ w^T forward, g @ w and g^T @ x backward, in turn."""
     factors = _factors(pool, *size, dtype)
-    kernels = tuple(libraries.product(*pair) for pair in factors)
-    return OpCase(f"matmul {str(dtype).removeprefix('torch.')}", aten.mm.default, factors, kernels=kernels)
+    return OpCase(f"matmul {str(dtype).removeprefix('torch.')}", aten.mm.default, factors)
 
 
 def _factors(pool: Pool, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], ...]:

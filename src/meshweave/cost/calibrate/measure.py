@@ -30,7 +30,6 @@ from meshweave.cost.calibrate.ops import ALONE, Effort, OpCase, Peers, RepeatedO
 from meshweave.errors import MeshError
 from meshweave.ir.mesh import Mesh
 from meshweave.runtime.cluster import ClusterWorld
-from meshweave.runtime.regions.libraries import Libraries
 
 _KIB, _MIB = 1 << 10, 1 << 20
 # glibc returns a freed block to the system until a block of that size was freed once (M_MMAP_THRESHOLD, mallopt(3): its
@@ -120,19 +119,18 @@ def calibrate(
     command: str,
     device: torch.device,
     say: Callable[[str], None] = lambda stage: None,
-    libraries: Libraries | None = None,
 ) -> Calibration:
     """Measure this process's device; in a job of torch.distributed all ranks call it together, links are measured too,
-    and every rank gets the same result. `command` is recorded in the file as its origin. Matmuls are those of
-    `libraries`, by default those of a compiled step. Raises MeshError if nodes have different numbers of processes.
+    and every rank gets the same result. `command` is recorded in the file as its origin.
+    Raises MeshError if nodes have different numbers of processes.
     """
     reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # KiB on Linux
     world = ClusterWorld(Mesh(d=dist.get_world_size()), device) if dist.is_initialized() else None
     if world is None:
-        return _Measurement(plan, device, None, libraries, say).run(name, command, reserved)
+        return _Measurement(plan, device, None, say).run(name, command, reserved)
     try:
         with world.guard():
-            return _Measurement(plan, device, world, libraries, say).run(name, command, reserved)
+            return _Measurement(plan, device, world, say).run(name, command, reserved)
     finally:
         world.close()
 
@@ -142,7 +140,6 @@ class _Measurement:
     plan: MeasurementPlan
     device: torch.device
     world: ClusterWorld | None
-    libraries: Libraries | None
     say: Callable[[str], None]
 
     def run(self, name: str, command: str, reserved: float) -> Calibration:
@@ -152,8 +149,7 @@ class _Measurement:
         per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
         torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
         self.say("ops")
-        libraries = self.libraries or Libraries.agreed(device, lambda flag: bool(peers.most([float(flag)])[0]))
-        cases = _cases(plan, Pool(device, max(*plan.memory, _LEAST_POOL)), libraries)
+        cases = _cases(plan, Pool(device, max(*plan.memory, _LEAST_POOL)))
         ops = time_ops(list(cases), device, plan.ops, peers)
         figures = Measurements(tuple(ops))
         link_places: list[MeasuredGroup] = []
@@ -163,7 +159,7 @@ class _Measurement:
             self.say("links")
             timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
             self.say("compute beside communication")
-            beside = _mixed_work(Pool(device, _BESIDE_BYTES[1]), device, libraries)
+            beside = _mixed_work(Pool(device, _BESIDE_BYTES[1]), device)
             levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
             slow = tuple(contention(links, at, beside, plan.links, _BESIDE_BYTES) for at in levels.values())
             figures = Measurements(tuple(ops), tuple(timed), slow)
@@ -172,23 +168,23 @@ class _Measurement:
         return Calibration(text, errors)
 
 
-def _cases(plan: MeasurementPlan, pool: Pool, libraries: Libraries) -> Iterator[OpCase]:
+def _cases(plan: MeasurementPlan, pool: Pool) -> Iterator[OpCase]:
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float64] if pool.device.type == "cpu" else [torch.float16])
     yield from tiny_cases(pool)
     grids = [Grid(torch.float32, plan.matmul_sizes, plan.max_flops, plan.held_out_shapes)]
     grids += [Grid(dtype, plan.other_sizes, plan.max_flops / 2, plan.held_out_shapes[::3]) for dtype in dtypes[1:]]
-    yield from matmul_cases(pool, grids, libraries)
+    yield from matmul_cases(pool, grids)
     for dtype in dtypes[:2]:
         yield from batched_cases(pool, dtype, plan.is_quick)
         yield from attention_cases(pool, dtype, plan.attention, _HELD_OUT_ATTENTION)
     yield from memory_cases(pool, plan.memory, plan.held_out_memory)
 
 
-def _mixed_work(pool: Pool, device: torch.device, libraries: Libraries) -> Callable[[], Any]:
+def _mixed_work(pool: Pool, device: torch.device) -> Callable[[], Any]:
     """A small part of a step: a matmul and memory work."""
     aten = torch.ops.aten
     factors = (pool.take((256, 256)), pool.take((256, 512)))
-    product = OpCase("", libraries.product(*factors), (factors,))
+    product = OpCase("", aten.mm.default, (factors,))
     sums = OpCase("", aten.add.Tensor, ((pool.take((256, 512)), pool.take((256, 512))),))
     blocks = (RepeatedOp(product, 4, device), RepeatedOp(sums, 8, device))
 

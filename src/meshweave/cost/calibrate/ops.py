@@ -32,8 +32,7 @@ _ALONE = Mesh("")
 class OpCase:
     """An op to time: `target` on each of `operands` in turn, so that operands need not be in a near cache. `label` is
     the class that errors are stated for. A held-out case is not part of the fit. `kind` is the kind of memory work that
-    it represents, if not the simulator's, and `weight` its weight among the fitted ops of the same kind and size.
-    `kernels`: by operands, the op of another library that a step would run instead of `target`."""
+    it represents, if not the simulator's, and `weight` its weight among the fitted ops of the same kind and size."""
 
     label: str
     target: Any
@@ -41,11 +40,6 @@ class OpCase:
     is_held_out: bool = False
     kind: str = ""
     weight: float = 1.0
-    kernels: tuple[Any, ...] = ()
-
-    def kernel(self, i: int) -> Any:
-        """The op that repetition number `i` runs."""
-        return self.kernels[i % len(self.kernels)] if self.kernels else self.target
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +133,7 @@ def _graph(case: OpCase, repeats: int) -> RankGraph:
 
     sets: list[Any] = [map_aggregate(args, placed) for args in case.operands]
     for i in range(repeats):
-        graph.call_function(case.kernel(i), tuple(sets[i % len(sets)])).meta["origin"] = Origin("forward")
+        graph.call_function(case.target, tuple(sets[i % len(sets)])).meta["origin"] = Origin("forward")
     graph.output([])
     layouts = tuple(Layout.replicated(_ALONE, len(item.spec.shape)) for item in inputs)
     return RankGraph(graph, _ALONE, tuple(inputs), layouts, (), ())

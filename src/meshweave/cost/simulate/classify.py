@@ -259,7 +259,7 @@ def _reorder_copies(
 
 
 _MATMULS: Mapping[str, Priced] = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "matmul", "onednn_mm"), _mm),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "matmul"), _mm),
     **dict.fromkeys(("_scaled_mm", "_grouped_mm"), _first_two),
     **dict.fromkeys(("grouped_mm", "mm_piece"), _grouped_mm),
     **dict.fromkeys(("grouped_outer", "outer_piece"), _grouped_outer),

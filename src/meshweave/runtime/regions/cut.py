@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -41,7 +42,18 @@ class Region:
     written: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
 
-Step = fx.Node | Region  # what an executor runs next
+@dataclass(frozen=True, slots=True, eq=False)
+class Fused:
+    """Several nodes that run as a single function of the values of `inputs` (in a list that it empties) and the device.
+    It returns the values of `outputs`."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    function: Callable[[list[Any], int], Sequence[Any]]
+
+
+Step = fx.Node | Region
 Parts = Sequence[Sequence[fx.Node]]
 
 

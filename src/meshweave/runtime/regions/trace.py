@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from meshweave.interop.ops import is_operator
-from meshweave.interop.pytree import tree_leaves
 from meshweave.ir import grouped
 from meshweave.ir.graph import map_nodes
 from meshweave.ir.ops import KERNELS
@@ -18,10 +17,11 @@ from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.traits import FACTORIES
 from meshweave.ir.values import Values
 from meshweave.runtime.regions.cut import Region
-from meshweave.runtime.regions.libraries import Form, Libraries
 
 aten, ours = torch.ops.aten, torch.ops.meshweave
 Shape = tuple[int, ...]
+Form = tuple[Shape, Shape, torch.dtype]  # shape, stride and dtype of a tensor
+CompiledFunction = Callable[[list[Any]], Sequence[Any]]  # empties its argument list
 
 # Ops whose kernels a compiler traces through, because these call ATen ops. It calls the kernels of other meshweave ops
 # as they are: random numbers wrap around in 64 bits, and squares are added in float64 in a particular order.
@@ -62,40 +62,26 @@ class RegionFunction:
     writes: tuple[tuple[int, int], ...]  # (result, input): results that are written into inputs, and not returned
     device: torch.device
     key: str
-    dead: tuple[tuple[int, ...], ...] = field(init=False, repr=False)  # by call: the results that nothing reads later
-
-    def __post_init__(self) -> None:
-        read = ((x, i) for i, call in enumerate(self.calls) for x in tree_leaves((call.args, dict(call.kwargs))))
-        last = {x.index: i for x, i in read if isinstance(x, _Tensor) and not x.is_input}
-        last |= dict.fromkeys((*self.outputs, *(result for result, _ in self.writes)), len(self.calls))
-        dead: list[list[int]] = [[] for _ in range(len(self.calls) + 1)]
-        for i in range(len(self.calls)):
-            dead[last.get(i, i)].append(i)
-        object.__setattr__(self, "dead", tuple(map(tuple, dead[:-1])))
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run it op by op, through kernels that a tracer can follow."""
+        """The calls, for a tracer to follow."""
         results: list[Any] = []
-        for call, dead in zip(self.calls, self.dead, strict=True):
+        for call in self.calls:
             args = [_value(x, inputs, results) for x in call.args]
             kwargs = {name: _value(x, inputs, results) for name, x in call.kwargs.items()}
             results.append(call.function(*args, **kwargs))
-            del args, kwargs
-            for i in dead:
-                results[i] = None
         for result, i in self.writes:
             inputs[i].copy_(results[result])
         return tuple(results[i] for i in self.outputs)
 
-    def compiled(self, inductor: Any, joins_updates: bool = True) -> Callable[[list[Any]], Sequence[Any]]:
-        """The function compiled by `interop.inductor`, which takes a list that it empties. Raises what that raises.
-        `joins_updates`: if it updates parameters, its loops become a few kernels, on a GPU."""
+    def compiled(self, inductor: Any, joins_updates: bool) -> CompiledFunction:
+        """The function compiled by `interop.inductor`. Raises what that raises. `joins_updates`: if it updates
+        parameters, its loops become a few kernels, on a GPU."""
         joins = joins_updates and bool(self.writes)
-        compiled = inductor.compile_graph(self, self.forms, self.device, joins_kernels=joins)
-        return compiled  # type: ignore[no-any-return]
+        compiled: CompiledFunction = inductor.compile_graph(self, self.forms, self.device, joins_kernels=joins)
+        return compiled
 
 
-# Not a closure of `__call__`: a recursive closure is a cycle, and keeps the tensors until the garbage collector runs.
 def _value(x: Any, inputs: Sequence[Tensor], results: Sequence[Any]) -> Any:
     if isinstance(x, _Tensor):
         return inputs[x.index] if x.is_input else results[x.index]
@@ -107,7 +93,6 @@ def region_function(
     values: Mapping[fx.Node, Values],
     symbols: Mapping[fx.Node, Any],
     device: torch.device,
-    libraries: Libraries = Libraries(),  # noqa: B008  (immutable)
 ) -> RegionFunction:
     """A region with the symbols of a device bound. `values` are those of that device."""
     place = {node: _Tensor(True, i) for i, node in enumerate(region.inputs)}
@@ -116,8 +101,7 @@ def region_function(
         args, kwargs = map_nodes(node, lambda n: symbols[n] if n.target in SYMBOLS else place[n])
         if node.target in FACTORIES:
             kwargs = {**kwargs, "device": device}
-        function = libraries.kernel(node, values)
-        calls.append(RegionCall(_SEEN_INTO.get(function, function), args, kwargs))
+        calls.append(RegionCall(_SEEN_INTO.get(node.target, node.target), args, kwargs))
         place[node] = _Tensor(False, i)
     forms = tuple((x.shape, x.stride, x.dtype) for node in region.inputs for x in values[node])
     outputs = tuple(place[node].index for node in region.outputs if node not in region.written)
