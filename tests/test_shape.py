@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,14 @@ EMPTY_WORDS = {"one", "ones", "made", "found", "held", "told", "said"}
 TERMS = re.compile(r"held_out|one_hot|one_round|of_one_batch", re.IGNORECASE)
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    yield from ((path, ast.parse(text)) for path, text in SOURCES.items())
+@cache
+def nodes() -> tuple[tuple[str, tuple[ast.AST, ...]], ...]:
+    """The nodes of each file."""
+    return tuple((path, tuple(ast.walk(ast.parse(text)))) for path, text in SOURCES.items())
 
 
-def too_large(path: str, tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def too_large(path: str, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in PUBLIC:
             continue
         num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -39,8 +42,8 @@ def too_large(path: str, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{node.lineno}: {node.name} has {num_lines} lines, {num_parameters} parameters"
 
 
-def bound_names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.id if isinstance(node, ast.Name) else node.attr
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -50,7 +53,7 @@ def bound_names(tree: ast.Module) -> Iterator[str]:
 
 
 def test_functions_are_small() -> None:
-    large = [line for path, tree in trees() for line in too_large(path, tree)]
+    large = [line for path, its in nodes() for line in too_large(path, its)]
     assert not large, "\n".join(large)
 
 
@@ -65,7 +68,7 @@ def test_functions_are_small() -> None:
     ],
 )
 def test_which_functions_are_large(source: str, num_large: int) -> None:
-    assert len([*too_large("f.py", ast.parse(source))]) == num_large
+    assert len([*too_large("f.py", ast.walk(ast.parse(source)))]) == num_large
 
 
 def test_files_are_a_subject_each() -> None:
@@ -74,8 +77,8 @@ def test_files_are_a_subject_each() -> None:
 
 def test_no_two_classes_have_the_same_name() -> None:
     classes = defaultdict(list)
-    for path, tree in trees():
-        for node in ast.walk(tree):
+    for path, its in nodes():
+        for node in its:
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(f"{path}:{node.lineno}")
     assert len(classes) > 500
@@ -83,7 +86,7 @@ def test_no_two_classes_have_the_same_name() -> None:
 
 
 def test_names_say_something() -> None:
-    empty = {(path, name) for path, tree in trees() for name in bound_names(tree) if is_empty(name)}
+    empty = {(path, name) for path, its in nodes() for name in bound_names(its) if is_empty(name)}
     assert empty == set()
 
 
