@@ -1,4 +1,4 @@
-"""Samples of the rows for arithmetic, matmuls, norms, softmax, scans and attention."""
+"""Samples of the rows for arithmetic, matmuls, norms, softmax, scans, attention and recurrent layers."""
 
 from __future__ import annotations
 
@@ -195,4 +195,27 @@ ATTENTION = [
 
 UNEQUAL_HEADS = made(ours.attention_backward.default, _attention_backward(4, 2, value_size=6, bias=(1, 4, 5, 5)))
 
-DENSE = [*ARITHMETIC, *TABLES, *PRODUCTS, *NORMS, *SCANS, *ATTENTION]
+
+def _recurrent(kind: str, gates: int, *, size: int = 4, bias: bool = True, is_backward: bool = False) -> Any:
+    """A layer of 4 hidden features, projected to `size`, over 3 sequences of length 6."""
+
+    def build(generator: torch.Generator) -> tuple[Any, ...]:
+        shapes = [(gates * 4, 5), (gates * 4, size), *([(gates * 4,)] * 2 * bias), *([(size, 4)] * (size != 4))]
+        weights = [R(*shape, low=-1, high=1).make(generator) for shape in shapes]
+        states = [R(3, size).make(generator), R(3, 4 if kind == "lstm" else 0).make(generator)]
+        grads = [R(*shape).make(generator) for shape in ((6, 3, size), *(state.shape for state in states))]
+        return *(grads if is_backward else ()), R(6, 3, 5).make(generator), *states, weights, kind, not bias
+
+    return build
+
+
+RECURRENT = [
+    made(ours.recurrent.default, _recurrent("lstm", 4)),
+    made(ours.recurrent.default, _recurrent("lstm", 4, size=3, bias=False)),
+    made(ours.recurrent.default, _recurrent("gru", 3, bias=False)),
+    made(ours.recurrent_backward.default, _recurrent("lstm", 4, is_backward=True)),
+    made(ours.recurrent_backward.default, _recurrent("lstm", 4, size=3, is_backward=True)),
+    made(ours.recurrent_backward.default, _recurrent("rnn_tanh", 1, bias=False, is_backward=True)),
+]
+
+DENSE = [*ARITHMETIC, *TABLES, *PRODUCTS, *NORMS, *SCANS, *ATTENTION, *RECURRENT]

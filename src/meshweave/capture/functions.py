@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from meshweave.capture.indexing import INDEXING
 from meshweave.capture.losses import LOSSES
 from meshweave.capture.record import storage_of
+from meshweave.capture.recurrent import recurrent_functions
 from meshweave.capture.trace import user_line
 from meshweave.errors import CaptureError
 from meshweave.interop import pytree
@@ -204,6 +205,7 @@ _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.__matmul__: _matmul,
     **LOSSES,
     **INDEXING,
+    **recurrent_functions(_autocast),
 }
 
 

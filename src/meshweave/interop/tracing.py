@@ -80,3 +80,11 @@ def decomposes_itself(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether autograd would have run an op as the ops that it consists of. In inference mode it is not involved, and
     the op comes whole."""
     return _is_composite(func) and autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))
+
+
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """A context in which autograd records, also in the kernel of an op, below autograd (torch/csrc/autograd)."""
+    key = torch._C.DispatchKey.AutogradFunctionality  # type: ignore[attr-defined]
+    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):  # type: ignore[attr-defined]
+        yield
