@@ -204,7 +204,7 @@ def _recurrent(kind: str, gates: int, *, size: int = 4, bias: bool = True, is_ba
         weights = [R(*shape, low=-1, high=1).make(generator) for shape in shapes]
         states = [R(3, size).make(generator), R(3, 4 if kind == "lstm" else 0).make(generator)]
         grads = [R(*shape).make(generator) for shape in ((6, 3, size), *(state.shape for state in states))]
-        return *(grads if is_backward else ()), R(6, 3, 5).make(generator), *states, weights, kind, not bias
+        return *([grads] if is_backward else ()), R(6, 3, 5).make(generator), *states, weights, kind, not bias
 
     return build
 

@@ -51,9 +51,7 @@ def _(x: Tensor, hidden: Tensor, cell: Tensor, weights: list[Tensor], *rest: Any
 
 @define_op("recurrent_backward")
 def recurrent_backward(
-    grad: Tensor,
-    grad_hidden: Tensor,
-    grad_cell: Tensor,
+    grads: list[Tensor],
     x: Tensor,
     hidden: Tensor,
     cell: Tensor,
@@ -61,21 +59,20 @@ def recurrent_backward(
     kind: str,
     is_reverse: bool,
 ) -> list[Tensor]:
-    """Gradients of x, hidden, cell and the weights, from those of the results of `recurrent`, which runs again: its
+    """Gradients of x, hidden, cell and the weights, from those of the three results of `recurrent`, which runs again: its
     kernels keep what they need in a form of their own."""
     if not x.shape[1]:
         return [torch.zeros_like(t) for t in (x, hidden, cell, *weights)]
     leaves = [t.detach().requires_grad_() for t in (x, hidden, cell, *weights)]
     with recording_gradients():
         results = _run(leaves[0], leaves[1], leaves[2], leaves[3:], kind, is_reverse, True)
-        grads = [grad, grad_hidden, grad_cell][: len(results)]
-        sums = torch.autograd.grad(results, leaves, grads, allow_unused=True)
+        sums = torch.autograd.grad(results, leaves, grads[: len(results)], allow_unused=True)
     return [torch.zeros_like(t) if g is None else g.contiguous() for g, t in zip(sums, leaves, strict=True)]
 
 
 @recurrent_backward.register_fake
 def _(*args: Any) -> list[Tensor]:
-    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*args[3:6], *args[6])]
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (*args[1:4], *args[4])]
 
 
 def _context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -85,7 +82,7 @@ def _context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 def _autograd(ctx, *grads: Tensor):  # type: ignore[no-untyped-def]
     x, hidden, cell, *weights = ctx.saved_tensors
-    first, second, third, *of_weights = recurrent_backward(*grads, x, hidden, cell, weights, *ctx.rest)
+    first, second, third, *of_weights = recurrent_backward(list(grads), x, hidden, cell, weights, *ctx.rest)
     return first, second, third, of_weights, None, None
 
 
