@@ -59,7 +59,7 @@ def recurrent_backward(
     kind: str,
     is_reverse: bool,
 ) -> list[Tensor]:
-    """Gradients of x, hidden, cell and the weights, from those of the three results of `recurrent`, which runs again: its
+    """Gradients of x, hidden, cell and the weights, from `grads`, those of the results of `recurrent`. It runs again:
     kernels keep what they need in a form of their own."""
     if not x.shape[1]:
         return [torch.zeros_like(t) for t in (x, hidden, cell, *weights)]
