@@ -14,10 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshweave.interop.ops import is_mutable, operator_name
-
-aten = torch.ops.aten
-
 
 def _add(x: Tensor, y: Any, *, alpha: Any = 1) -> Tensor:
     return x + (y if isinstance(alpha, int) and alpha == 1 else y * alpha)
@@ -58,23 +54,16 @@ def _like(number: Any, x: Tensor) -> Tensor:
     return number.to(x.dtype) if isinstance(number, Tensor) else torch.full((), number, dtype=x.dtype, device=x.device)
 
 
-def _full_like(x: Tensor, value: Tensor, **_: Any) -> Tensor:
-    return value.to(x.dtype).expand(x.shape).clone()
+def _where(mask: Tensor, yes: Any, no: Any) -> Tensor:
+    yes = yes if isinstance(yes, Tensor) else _like(yes, no)
+    return torch.where(mask, yes, no if isinstance(no, Tensor) else _like(no, yes))
 
 
-def _new_full(x: Tensor, size: Any, value: Tensor, **_: Any) -> Tensor:
-    return value.expand(size).clone()
+def _fill(x: Tensor, value: Tensor) -> Tensor:
+    return value.to(x.dtype).expand(x.shape)
 
 
-def _full(size: Any, value: Tensor, **_: Any) -> Tensor:
-    return value.expand(size).clone()
-
-
-def _index_put(x: Tensor, indices: Any, value: Any, accumulate: bool = False) -> Tensor:
-    return aten.index_put(x, list(indices), _like(value, x), accumulate)
-
-
-# Name of an op without overload -> the op on tensors only.
+# Name of a function of torch -> the op on tensors only.
 ARITHMETIC: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         "add": _add,
@@ -82,6 +71,7 @@ ARITHMETIC: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
         "rsub": _rsub,
         "mul": lambda x, y: x * y,
         "div": lambda x, y, rounding_mode=None: torch.div(x, y, rounding_mode=rounding_mode),
+        "rdiv": lambda x, y: x.reciprocal() * y,
         "addcmul": _addcmul,
         "addcdiv": _addcdiv,
         "lerp": _lerp,
@@ -89,34 +79,36 @@ ARITHMETIC: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
         "mm": lambda a, b: a @ b,
         "bmm": lambda a, b: a @ b,
         "pow": torch.pow,
+        "rpow": lambda x, y: torch.pow(y, x),
         "clamp": _clamp,
         "clamp_min": _clamp,
         "clamp_max": lambda x, max: _clamp(x, None, max),
         "maximum": lambda x, y: torch.maximum(x, _like(y, x)),
         "minimum": lambda x, y: torch.minimum(x, _like(y, x)),
-        "fill": _full_like,
-        "full_like": _full_like,
-        "new_full": _new_full,
-        "full": _full,
-        "index_put": _index_put,
+        "fill": _fill,
+        "copy": _fill,
         "masked_fill": lambda x, mask, value: torch.where(mask, _like(value, x), x),
-        "copy": lambda x, y: _full_like(x, y),
-        **{name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "where")},
+        "where": _where,
+        **{name: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     }
 )
+# Other names of functions; with "r" the operands are exchanged, with "i" the first is written.
+_ALIASES = MappingProxyType({"truediv": "div", "rtruediv": "rdiv", "radd": "add", "rmul": "mul", "true_divide": "div"})
 
 
 # Sums of 16-bit products are added in float32 and rounded once, on any mesh: Muon multiplies in bfloat16.
 SUMS = frozenset({"mm", "bmm"})
 
 
-def base_of(func: Any) -> str:
-    """The name of an op without namespace and overload, and without the suffix of in-place ops."""
-    return operator_name(func).rstrip("_")
-
-
-def in_place(func: Any) -> bool:
-    return is_mutable(func)
+def row_of(func: Any) -> tuple[str, bool]:
+    """The name of the row for a function of torch (`add` of `add_`, `__add__` and `__iadd__`), and whether it writes to
+    its first operand."""
+    text: str = func.__name__
+    name = text.strip("_")
+    is_in_place = text.endswith("_") and not text.startswith("_")
+    if text.startswith("__i") and (short := _ALIASES.get(name[1:], name[1:])) in ARITHMETIC:
+        return short, True
+    return _ALIASES.get(name, name), is_in_place
 
 
 def _widened(operands: list[Any]) -> list[Any]:
@@ -132,11 +124,9 @@ def _is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def scaled(base: str, args: Any, kwargs: Mapping[str, Any], into: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The op by its row, its result in `dtype`; written into a tensor if the op is in place."""
+def scaled(name: str, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """The op by its row, its result in `dtype`."""
     if dtype.is_floating_point:  # a float makes floats of integers
         args = [x.to(dtype) if isinstance(x, Tensor) and x.dim() and _is_integer(x) else x for x in args]
-    result = ARITHMETIC[base](*_widened(list(args)), **kwargs)
-    is_comparison = result.dtype == torch.bool
-    result = result if result.dtype == dtype or is_comparison else result.to(dtype)
-    return result if into is None else into.copy_(result)
+    result = ARITHMETIC[name](*_widened(list(args)), **kwargs)
+    return result if result.dtype in (dtype, torch.bool) else result.to(dtype)

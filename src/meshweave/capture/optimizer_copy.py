@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
-import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,24 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshweave.capture.optimizer_graph import Key, Outputs, UpdateValue, Values
 from meshweave.capture.optimizer_groups import name_of, parts_of
-from meshweave.capture.optimizer_tape import Number, Tape, TapeRef, line_of, untraceable
-from meshweave.capture.optimizer_tracer import Key, OptimizerRecord, UpdateTracer
+from meshweave.capture.optimizer_tape import Number, Replay, Tape, line_of, untraceable
+from meshweave.capture.optimizer_tracer import UpdateTracer, outputs_of
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.optimizer import make_state
-from meshweave.interop.storages import version_of
+from meshweave.interop.storages import storage_key
 from meshweave.ir.graph import Spec
 
 # Options that choose among implementations of the same update: the plain loop over parameters is traced.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 # What torch's schedulers keep in groups for themselves (torch/optim/lr_scheduler.py, swa_utils.py).
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
-_SWITCHES = (bool, str, type(None))
+_PLAIN = (bool, int, float, str, type(None))
 
-# ("group", index of the group, option) or ("attribute", index of the optimizer, name)
-Place = tuple[str, int, str]
-Shared = dict[Place, Any]  # values of groups and attributes that are numbers, switches or tuples of them
-Leaves = dict[tuple[Any, ...], Any]  # each number and 0-dim tensor, by place and index in a tuple, or by slot
+# ("group", index of the group, option) or ("attribute", index of the optimizer, name); and an index in a tuple
+Place = tuple[Any, ...]
 
 
 def is_number(value: Any) -> bool:
@@ -42,12 +38,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a switch, or a list or tuple of these and of tuples of them. A list in a list is
-    not: `step()` could write into the user's own."""
-    if type(value) in (tuple, list):
-        return all(type(x) is not list and _is_plain(x) for x in value)
-    return is_number(value) or isinstance(value, _SWITCHES)
+def form_of(value: Any) -> Any:
+    """What of a number or switch must be as when a step was traced: all but the value of a number."""
+    return (value.dtype if isinstance(value, Tensor) else "number") if is_number(value) else value
 
 
 @cache  # importing what an optimizer needs is slow
@@ -57,70 +50,41 @@ def _unread() -> frozenset[str]:
     return frozenset({"params", "step", "_opt_called", *base, *_IMPLEMENTATIONS, *_OF_SCHEDULERS})
 
 
-def leaves_of(key: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The numbers and switches of a value, each by its own key."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The numbers and switches of an optimizer's groups and attributes: by place their forms, and the numbers."""
+
+    forms: dict[Place, Any]
+    numbers: dict[Place, Any]
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> Options:
+        """The present options."""
+        options = Options({}, {})
+        for i, group in enumerate(optimizer.param_groups):
+            options._read(("group", i), group)
+        for j, part in enumerate(parts_of(optimizer)):
+            options._read(("attribute", j), vars(part))
+        return options
+
+    def _read(self, key: tuple[str, int], container: Mapping[str, Any]) -> None:
+        unread, forms, numbers = _unread(), self.forms, self.numbers
+        for name, value in container.items():
+            if name in unread:
+                continue
+            for place, x in _leaves((*key, name), value):
+                if is_number(x):
+                    numbers[place] = x
+                    forms[place] = x.dtype if isinstance(x, Tensor) else "number"
+                elif isinstance(x, _PLAIN):
+                    forms[place] = x
+
+
+def _leaves(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
     if type(value) in (tuple, list):
-        yield from (((*key, i), x) for i, x in enumerate(value))
+        yield from (((*place, i), x) for i, x in enumerate(value))
     else:
-        yield key, value
-
-
-def structure_of(leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> tuple[Any, ...]:
-    """What of numbers and switches must be as when a step was traced: all but the values of numbers."""
-    return tuple((key, (x.dtype if isinstance(x, Tensor) else "number") if is_number(x) else x) for key, x in leaves)
-
-
-@dataclass(slots=True)
-class SharedReader:
-    """Reads the numbers and switches of an optimizer's groups and attributes: those that it had when it was compiled,
-    and those that its own step adds. Others are not seen."""
-
-    optimizer: torch.optim.Optimizer
-    names: dict[tuple[str, int], dict[str, None]] = field(default_factory=dict)
-    known: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # names of all options and attributes
-    part_of: list[int] = field(default_factory=list)  # of each group, the index of its optimizer
-
-    def __post_init__(self) -> None:
-        for key, values in self._containers().items() if not self.names else ():
-            self.known[key] = {*values}
-            chosen = (name for name, value in values.items() if _is_plain(value) and name not in _unread())
-            self.names[key] = dict.fromkeys(chosen)
-        self.part_of = [j for j, part in enumerate(parts_of(self.optimizer)) for _ in part.param_groups]
-
-    def _containers(self) -> dict[tuple[str, int], dict[str, Any]]:
-        groups = {("group", i): group for i, group in enumerate(self.optimizer.param_groups)}
-        return groups | {("attribute", j): vars(part) for j, part in enumerate(parts_of(self.optimizer))}
-
-    def of_group(self, group: int) -> list[tuple[str, int]]:
-        """The containers that the update of a group reads."""
-        return [("group", group), ("attribute", self.part_of[group])]
-
-    def read(self) -> Shared:
-        """The present values."""
-        containers = self._containers()
-        return {
-            (*key, name): containers[key][name]
-            for key, names in self.names.items()
-            for name in names
-            if key in containers and name in containers[key]
-        }
-
-    def added(self) -> str:
-        """An option or attribute that is new since the optimizer was compiled."""
-        for key, container in self._containers().items():
-            if new := container.keys() - self.known.get(key, ()) - self.names.get(key, {}).keys() - _unread():
-                return f"{key[0]} {key[1]}: {', '.join(sorted(new))}"
-        return ""
-
-    def write(self, values: Shared) -> None:
-        """Set values after a step in the user's optimizer."""
-        containers = self._containers()
-        for (kind, index, name), value in values.items():
-            now = containers[kind, index].get(name)
-            if isinstance(now, Tensor):
-                now.copy_(value)
-            else:
-                containers[kind, index][name] = value
+        yield place, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +96,9 @@ class Kept:
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def structure(self) -> tuple[Any, ...]:
-        return tuple(sorted(self.tensors)), structure_of(sorted(((slot,), x) for slot, x in self.numbers.items()))
+    def form(self) -> tuple[Any, ...]:
+        """All but the values of numbers, and the sizes of tensors."""
+        return tuple(sorted(self.tensors)), tuple((slot, form_of(self.numbers[slot])) for slot in sorted(self.numbers))
 
     @property
     def shown(self) -> str:
@@ -142,39 +107,29 @@ class Kept:
         return f"{sorted(self.tensors)} {sorted(numbers.items())}"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class NumberPath:
+    """The numbers of a traced step. A step that begins with state of the form `start`, and in which all guards hold,
+    takes this path. `replay` returns the numbers of its graph, what fresh state is filled with (by `fills`), and the
+    numbers of state after the step (by `kept`)."""
+
+    start: tuple[Any, ...]
+    replay: Replay
+    fills: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A traced step of some parameters. `inputs` are the keys of the tape's inputs; `left` and `changed` have
-    references to the tape in place of numbers, `after` and `changed_now` their values in this run."""
+    """What a traced step does to a parameter, and its state after it."""
 
-    tracer: UpdateTracer
-    inputs: list[tuple[Any, ...]]
-    left: dict[str, Kept]
-    changed: Shared
-    owners: dict[int, str]
+    path: NumberPath
+    outputs: Outputs
+    after: Kept
 
-    @property
-    def record(self) -> OptimizerRecord:
-        return self.tracer.record
-
-    @property
-    def tape(self) -> Tape:
-        return self.tracer.tape
-
-    def now(self, x: Any) -> Any:
-        """The value in this run."""
-        if type(x) in (tuple, list):
-            return type(x)(map(self.now, x))
-        value = self.tape.values[x.index] if isinstance(x, TapeRef) else x
-        return value.clone() if isinstance(value, Tensor) else value
-
-    def after(self, name: str) -> Kept:
-        left = self.left[name]
-        return Kept(left.tensors, {slot: self.now(x) for slot, x in left.numbers.items()})
-
-    @property
-    def changed_now(self) -> Shared:
-        return {place: self.now(x) for place, x in self.changed.items()}
+    def equals(self, other: TracedStep) -> bool:
+        """Whether every step does the same."""
+        return self.path is other.path and self.outputs == other.outputs
 
 
 class OptimizerCopy:
@@ -189,19 +144,19 @@ class OptimizerCopy:
                 stand_in.__dict__.update(vars(p))  # attributes of users: its own learning rate, no weight decay
                 memo[id(p)] = self.params[names[id(p)]] = stand_in
                 self.group_of[names[id(p)]] = index
-        self.reader = SharedReader(optimizer)
+        self.values, self.options = Values(), Options.of(optimizer)
+        self._rows: dict[Any, UpdateValue] = {}
+        self._replays: dict[Any, Replay] = {}
+        self._paths: dict[Any, NumberPath] = {}
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         memo |= {id(part.state): self._state for part in parts_of(optimizer)}
         with _errors(self.name):
             self._parts = [self._copied(part, memo) for part in parts_of(optimizer)]
-        self._groups = [list(part.param_groups) for part in self._parts]
-        own = [*(group for groups in self._groups for group in groups), *map(vars, self._parts)]
-        keys = [("group", i) for i in range(len(own) - len(self._parts))]
-        keys += [("attribute", j) for j in range(len(self._parts))]
-        self._containers: dict[tuple[str, int], dict[str, Any]] = dict(zip(keys, own, strict=True))
-        for container in own:
+        groups = [group for part in self._parts for group in part.param_groups]
+        self._containers: dict[tuple[str, int], dict[str, Any]] = {("group", i): g for i, g in enumerate(groups)}
+        self._containers |= {("attribute", j): vars(part) for j, part in enumerate(self._parts)}
+        for container in self._containers.values():
             container.update({k: False for k in _IMPLEMENTATIONS if k in container})
-        self._base = {key: dict(container) for key, container in self._containers.items()}
 
     def _copied(self, optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
         own = memo[id(optimizer)] = object.__new__(type(optimizer))
@@ -212,150 +167,110 @@ class OptimizerCopy:
     def trained(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
 
-    def trace(self, starts: Mapping[str, Kept], shared: Shared, has_grads: bool = True) -> TracedStep:
-        """A step of some parameters from their state, with these values of groups and attributes."""
-        tracer = UpdateTracer()
-        groups = {self.group_of[name] for name in starts}
-        self._begin([*starts], has_grads)
-        inputs: list[tuple[Any, ...]] = []
-
-        def stand_in(key: tuple[Any, ...], value: Any) -> Any:
-            if not is_number(value):
-                return value
-            inputs.append(key)
-            return tracer.tape.input(value)
-
-        begun: Shared = {}
-        for kind, index, name in (place for place in shared if self._is_read(place, groups)):
-            value = shared[kind, index, name]
-            leaves = [stand_in(key, x) for key, x in leaves_of((kind, index, name), value)]
-            begun[kind, index, name] = type(value)(leaves) if type(value) in (tuple, list) else leaves[0]
-            self._containers[kind, index][name] = begun[kind, index, name]
-        owners: dict[int, str] = {}
-        for name, start in starts.items():
-            param, state = self.params[name], self._state
-            tensors = {s: torch.empty(x.shape, dtype=x.dtype, device="meta") for s, x in start.tensors.items()}
-            if start.tensors or start.numbers:
-                state[param] |= tensors | {slot: stand_in((slot,), x) for slot, x in start.numbers.items()}
-            own: dict[Key, Tensor] = {("param", 0, ""): param}
-            own |= {("grad", 0, ""): param.grad} if param.grad is not None else {}
-            own |= {("state", 0, slot): x for slot, x in tensors.items()}
-            owners |= {tracer.know(x): name for x in own.values()}
-            if len(starts) == 1:
-                tracer.record.inputs |= {key: tracer.know(x) for key, x in own.items()}
-        before = self._forms()
+    def trace(self, starts: Mapping[str, Kept]) -> dict[str, TracedStep]:
+        """A step of all trained parameters from their state, by parameter. CaptureError if it cannot be traced."""
+        tape = Tape(self.group_of)
+        tracer = UpdateTracer(self.values, tape, self._rows)
+        self._put_options(tape)
+        self._state.clear()
+        begun = {name: self._begin(name, start, tracer) for name, start in starts.items()}
+        before = self._shown()
         with _errors(self.name):
             with tracer.running():
                 for part in self._parts:
-                    if part.param_groups:
-                        make_state(part)
-                        part.step()
-            if before != self._forms():
-                raise untraceable("the optimizer changes an attribute that is no number", where=self.name)
-            left = {name: self._left(name, tracer, len(starts) == 1) for name in starts}
-            return TracedStep(tracer, inputs, left, self._changed(tracer.tape, begun, groups), owners)
+                    make_state(part)
+                    part.step()
+            after = self._shown()
+            if changed := [place for place in {**before, **after} if before.get(place) != after.get(place)]:
+                raise untraceable("the optimizer changes an option or attribute of its own", changed[0], self.name)
+            if others := [key for key in self._state if not isinstance(key, Tensor)]:
+                raise untraceable("the optimizer keeps state of no parameter", f"state[{others[0]!r}]", self.name)
+            return {name: self._step(name, start, begun[name], tracer) for name, start in starts.items()}
 
-    def _is_read(self, place: Place, groups: set[int]) -> bool:
-        return any(place[:2] in self.reader.of_group(i) for i in groups)
-
-    def _begin(self, names: Sequence[str], has_grads: bool) -> None:
-        """Give the optimizer only some parameters, without state, and the options that it was copied with."""
-        self._state.clear()
+    def _put_options(self, tape: Tape) -> None:
         for key, container in self._containers.items():
-            container.clear()
-            container.update(self._base[key])
-        first = 0
-        for part, groups in zip(self._parts, self._groups, strict=True):
-            for i, group in enumerate(groups, first):
-                group["params"] = [self.params[n] for n in names if self.group_of[n] == i]
-            part.param_groups = [group for group in groups if group["params"]]
-            first += len(groups)
-        for name in names:
-            param = self.params[name]
-            param.grad = torch.empty_like(param, requires_grad=False) if has_grads else None
+            owner = key[1] if key[0] == "group" else None
+            for name, value in [(name, value) for name, value in container.items() if name not in _unread()]:
+                leaves = [
+                    tape.input(place, self.options.numbers[place], owner) if place in self.options.numbers else x
+                    for place, x in _leaves((*key, name), value)
+                ]
+                container[name] = type(value)(leaves) if type(value) in (tuple, list) else leaves[0]
 
-    def _left(self, name: str, tracer: UpdateTracer, is_alone: bool) -> Kept:
-        """The state after a step, and the outputs of its record."""
-        param, tape, tensors, numbers = self.params[name], tracer.tape, dict[str, Spec](), dict[str, Any]()
-        outputs = {("param", 0, ""): tracer.know(param)}
+    def _begin(self, name: str, start: Kept, tracer: UpdateTracer) -> set[Key]:
+        """Give the optimizer a parameter, its gradient and its state; returns their keys."""
+        param = self.params[name]
+        param.grad = torch.empty_like(param, requires_grad=False)
+        tensors: dict[Key, Tensor] = {("param", ""): param, ("grad", ""): param.grad}
+        tensors |= {("state", s): torch.empty(x.shape, dtype=x.dtype, device="meta") for s, x in start.tensors.items()}
+        for key, x in tensors.items():
+            tracer.know(x, self.values.input(key, Spec(tuple(x.shape), x.dtype)), name)
+        if start.tensors or start.numbers:
+            state = self._state[param]
+            state |= {slot: x for (kind, slot), x in tensors.items() if kind == "state"}
+            for slot, x in start.numbers.items():
+                state[slot] = tracer.tape.input(slot, x, name) if is_number(x) else x
+        return {*tensors}
+
+    def _step(self, name: str, start: Kept, begun: set[Key], tracer: UpdateTracer) -> TracedStep:
+        """What a step did to a parameter."""
+        param, tape = self.params[name], tracer.tape
+        tensors, numbers = {("param", ""): param}, dict[str, Any]()
         for slot, value in self._state.get(param, {}).items():
-            if tracer.is_known(value):
-                tensors[slot] = Spec(tuple(value.shape), value.dtype)
-                outputs["state", 0, slot] = tracer.know(value)
+            if tracer.find(value) is not None:
+                tensors["state", slot] = value
             elif value is not None:
-                numbers[slot] = _operand(tape, value, f"state['{slot}']")
-        refs = [x for x in numbers.values() if isinstance(x, TapeRef) and isinstance(tape.values[x.index], Tensor)]
-        if is_alone:
-            tracer.record.outputs |= outputs
-        if len(refs) != len(set(refs)) or (is_alone and tracer.shared_memory()):
+                numbers[slot] = _number(tape, value, f"state['{slot}'] of {name}")
+        if removed := {slot for kind, slot in begun if kind == "state"} - {slot for _, slot in tensors}:
+            raise untraceable("the optimizer removes a state tensor", f"'{min(removed)}' of {name}", self.name)
+        memory = [*map(storage_key, tensors.values()), *(id(x) for x in numbers.values() if isinstance(x, Tensor))]
+        refs = [ref.index for x in numbers.values() if isinstance(x, Tensor) and (ref := tape.ref_of(x))]
+        if len(memory) != len({*memory}) or len(refs) != len({*refs}):
             raise untraceable("the optimizer keeps two values in one memory", f"state of {name}", self.name)
-        return Kept(tensors, numbers)
+        outputs, fills = outputs_of(tracer, tensors, begun)
+        results = (
+            tuple(tracer.numbers.get(name, ())),
+            tuple(fills.values()),
+            tuple(tape.refs(x) for x in numbers.values()),
+        )
+        replay = tape.replay(name, results, self._replays)
+        key = start.form, id(replay), tuple(fills), tuple(numbers)
+        path = self._paths.setdefault(key, NumberPath(start.form, replay, tuple(fills), tuple(numbers)))
+        specs = {slot: Spec(tuple(x.shape), x.dtype) for (kind, slot), x in tensors.items() if kind == "state"}
+        return TracedStep(path, outputs, Kept(specs, {slot: _now(tape, x) for slot, x in numbers.items()}))
 
-    def _changed(self, tape: Tape, begun: Shared, groups: set[int]) -> Shared:
-        """The values of groups and attributes that a step has changed."""
-        if others := [key for key in self._state if not isinstance(key, Tensor)]:
-            raise untraceable("the optimizer keeps state of no parameter", f"state[{others[0]!r}]", self.name)
-        changed: Shared = {}
-        for key, container in self._containers.items():
-            for name in (name for name in {**self._base[key], **container} if name not in _unread()):
-                place, value = (*key, name), container.get(name)
-                start = begun.get(place, self._base[key].get(name))
-                is_written = isinstance(value, Tensor) and (ref := tape.ref_of(value)) and ref.index >= tape.num_inputs
-                is_same = (value is start and not is_written) or (
-                    type(value) in (tuple, list) and _are_same(value, start)
-                )
-                if is_same and name in container:
-                    continue
-                if isinstance(value, _SWITCHES) or name not in container:
-                    raise untraceable("the optimizer changes a switch", f"{name} = {value!r}", self.name)
-                changed[place] = _operand(tape, value, name)
-                self.reader.names[key].setdefault(name)
-        return changed
-
-    def _forms(self) -> list[bytes]:
-        """The contents of options and attributes that are no numbers or switches."""
-        own = {id(x) for x in (self._state, *self._parts, *self._containers.values())}
-        own |= {id(part.param_groups) for part in self._parts}
-        values = (v for c in self._containers.values() for k, v in c.items() if k not in _unread() and not _is_plain(v))
-        return [_form(value, own) for value in values if type(value) is not Number]
+    def _shown(self) -> dict[str, str]:
+        """The contents of options and attributes, as text."""
+        unread = _unread()
+        return {
+            f"{kind} {index}: {name}": _text(value)
+            for (kind, index), container in self._containers.items()
+            for name, value in container.items()
+            if name not in unread
+        }
 
 
-def _are_same(value: Any, start: Any) -> bool:
-    return type(start) is type(value) and len(start) == len(value) and all(map(lambda a, b: a is b, value, start))
+def _text(value: Any) -> str:
+    if isinstance(value, nn.Module):  # of which a step may only change parameters
+        return str(id(value))
+    is_object = hasattr(value, "__dict__") and not isinstance(value, (Tensor, type)) and type(value) is not Number
+    return f"{value!r} {vars(value) if is_object else ''}"
 
 
-def _operand(tape: Tape, value: Any, where: str) -> Any:
-    """A value after a step, with references to the tape."""
-    if type(value) in (tuple, list):
-        return type(value)(_operand(tape, x, where) for x in value)
-    if (ref := tape.ref_of(value)) is not None:
-        return ref
-    if type(value) is Number or not (isinstance(value, (int, float)) or type(value) in _SWITCHES):
-        what = "a number from values of tensors" if type(value) is Number else f"a {type(value).__name__}"
-        raise untraceable("the optimizer keeps a value that is no number and no tensor of a parameter", what, where)
+def _number(tape: Tape, value: Any, where: str) -> Any:
+    """A value of state after a step that is no tensor of the graph."""
+    is_tensor = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
+    if not is_tensor and type(value) is not Number and type(value) not in _PLAIN:
+        got = f"a {type(value).__name__}"
+        raise untraceable("the optimizer keeps a value that is no number and no tensor of a parameter", got, where)
     return value
 
 
-def _form(value: Any, own: set[int]) -> bytes:
-    """The contents of a value, for comparison; nothing for one that pickle does not take."""
-    stream = io.BytesIO()
-    pickler = _FormPickler(stream)
-    pickler.own = own
-    try:
-        pickler.dump(value)
-    except Exception:  # whatever the code of users' classes raises
-        return b""
-    return stream.getvalue()
-
-
-class _FormPickler(pickle.Pickler):
-    own: set[int]
-
-    def persistent_id(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return id(x), version_of(x) if not isinstance(x, nn.Parameter) else 0
-        is_opaque = isinstance(x, (type, types.FunctionType, types.MethodType, types.ModuleType))
-        return id(x) if is_opaque or id(x) in self.own else None
+def _now(tape: Tape, value: Any) -> Any:
+    """The value in this run."""
+    if type(value) is Number:
+        return value.value
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 class _errors:

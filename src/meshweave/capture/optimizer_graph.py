@@ -1,32 +1,26 @@
-"""The update of a parameter as a graph of values: records in functional form, with all variants of a step merged.
+"""The update of a parameter as a graph of values, with all variants of a step merged.
 
-Values are hash-consed, so that a value common to two records is a single value. Where they differ, a `where` chooses,
+Values are hash-consed, so that a value common to two variants is a single value. Where they differ, a `where` chooses,
 pushed down as far as possible, so that of two ways to compute a number only the number is chosen.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
 
-from meshweave.capture.optimizer_arithmetic import SUMS, base_of, in_place, scaled
-from meshweave.capture.optimizer_tracer import Key, Num, NumRef, OptimizerCall, OptimizerRecord, Ref
-from meshweave.capture.tracer import GraphTracer
-from meshweave.interop import pytree
-from meshweave.interop.fake import FakeTensorMode
-from meshweave.ir.graph import Spec, Specs, map_nodes, returned_values
-from meshweave.ir.traits import IDENTITIES, is_pointwise
+from meshweave.ir.graph import Spec, Specs
+from meshweave.ir.traits import is_pointwise
 
 aten = torch.ops.aten
 
 
-# Where a number comes from: pairs of a variant of the update, and the index among the numbers of its record. Several,
-# if it is the number of the current step's variant; the index -1 stands for 1 in the variant and 0 in others.
+Key = tuple[str, str]  # ("param", ""), ("grad", "") or ("state", slot)
+# Where a number comes from: pairs of a variant of the update, and the index among its numbers. Several, if it is the
+# number of the current step's variant; the index -1 stands for 1 in the variant and 0 in others.
 NumberSource = frozenset[tuple[int, int]]
 
 
@@ -52,8 +46,8 @@ class Values:
     known: dict[Any, UpdateValue] = field(default_factory=dict)
     _merged: dict[Any, UpdateValue] = field(default_factory=dict)
 
-    def input(self, key: Any, spec: Spec) -> UpdateValue:
-        return self.known.setdefault(("input", key), UpdateValue(None, (key,), (), spec, ()))
+    def input(self, key: Any, spec: Specs) -> UpdateValue:
+        return self.known.setdefault(("input", key, spec), UpdateValue(None, (key,), (), spec, ()))
 
     def op(self, target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], spec: Specs) -> UpdateValue:
         uses: list[UpdateValue] = []
@@ -70,6 +64,16 @@ class Values:
         if key not in self.known:
             self.known[key] = UpdateValue(target, args, kwargs, spec, tuple(uses))
         return self.known[key]
+
+    def replaced(self, outputs: Outputs, inputs: Mapping[UpdateValue, UpdateValue]) -> Outputs:
+        """The outputs with other values in place of inputs."""
+        env = dict(inputs)
+        for value in ordered(outputs.values()):
+            if value not in env:
+                uses = [env[u] for u in value.uses]
+                is_same = all(a is b for a, b in zip(uses, value.uses, strict=True))
+                env[value] = value if is_same else self.op(value.target, *_with_uses(value, uses), value.spec)
+        return {key: env[value] for key, value in outputs.items()}
 
     def merge(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue) -> UpdateValue:
         """`where(condition, yes, no)`, pushed down. Two numbers are a single input: that of the current variant."""
@@ -119,72 +123,6 @@ def _with_uses(value: UpdateValue, uses: Sequence[Any]) -> tuple[tuple[Any, ...]
         return type(x)(replaced(y) for y in x) if isinstance(x, (list, tuple)) else x
 
     return replaced(value.args), tuple((k, replaced(v)) for k, v in value.kwargs)
-
-
-def values_of(
-    values: Values, record: OptimizerRecord, specs: Mapping[Key, Spec], number: Callable[[int], UpdateValue]
-) -> Outputs:
-    """The outputs of a record. `number` has the input for each of its numbers."""
-    keys = [*record.inputs]
-    mode = FakeTensorMode()
-    with mode:
-        fakes = [torch.empty(specs[k].shape, dtype=specs[k].dtype) for k in keys]
-        fakes += [torch.empty((), dtype=torch.float64) for _ in record.numbers]
-    names: list[Key] = []
-
-    def run(*flat: Tensor) -> list[Tensor]:
-        results = replay(record, dict(zip(keys, flat, strict=False)), flat[len(keys) :])
-        names[:] = list(results)
-        return list(results.values())
-
-    with mode:
-        graph = GraphTracer.trace(lambda _, *flat: torch.func.functionalize(run)(*flat), fakes).graph
-    inputs = [values.input(k, specs[k]) for k in keys] + [number(i) for i in range(len(record.numbers))]
-    return dict(zip(names, _import(values, graph, inputs), strict=True))
-
-
-def replay(record: OptimizerRecord, inputs: Mapping[Key, Tensor], numbers: Sequence[Tensor]) -> dict[Key, Tensor]:
-    """Runs the record on other tensors and numbers, which are not modified."""
-    env = {index: inputs[key].clone() for key, index in record.inputs.items()}
-
-    def value(x: Any) -> Any:
-        if isinstance(x, Ref):
-            return env[x.index]
-        if isinstance(x, Num):
-            return numbers[x.index]
-        return [value(y) for y in x] if isinstance(x, tuple) else x
-
-    for call in record.calls:
-        out = _called(call, [value(x) for x in call.args], {k: value(x) for k, x in call.kwargs})
-        tensors = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
-        env |= {ref.index: x for ref, x in zip(call.results, tensors, strict=True)}
-    return {key: env[index] for key, index in record.outputs.items()}
-
-
-def _called(call: OptimizerCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    has_number = any(isinstance(x, (Num, NumRef)) for x in pytree.tree_leaves((call.args, [v for _, v in call.kwargs])))
-    if not has_number and base_of(call.func) not in SUMS:
-        return call.func(*args, **kwargs)
-    into = kwargs.pop("out") if "out" in kwargs else args[0] if in_place(call.func) else None
-    return scaled(base_of(call.func), args, kwargs, into, call.dtypes[0])
-
-
-def _import(values: Values, graph: fx.Graph, inputs: Sequence[UpdateValue]) -> list[UpdateValue]:
-    env: dict[fx.Node, Any] = {}
-    left = iter(inputs)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(left)
-        elif node.op == "call_function":
-            args, kwargs = map_nodes(node, lambda n: env[n])
-            if node.target in IDENTITIES:
-                env[node] = args[0]
-            elif node.target is operator.getitem and isinstance(args[0], (list, tuple)):
-                env[node] = args[0][args[1]]
-            else:
-                options = tuple((k, v) for k, v in kwargs.items() if k not in ("device", "pin_memory", "memory_format"))
-                env[node] = values.op(node.target, tuple(args), options, node.meta["spec"])
-    return [env[n] for n in returned_values(graph)]
 
 
 def ordered(outputs: Iterable[UpdateValue]) -> list[UpdateValue]:

@@ -1,8 +1,9 @@
-"""Numbers that an optimizer's `step()` computes in Python, and a tape of how, which is replayed in every step.
+"""Numbers that an optimizer's `step()` computes in Python, and a tape of how, which is replayed before every update.
 
 While `step()` is traced, numbers of its groups, attributes and state are `Number`s: they compute as numbers do, and the
 tape records it. Where the code asks whether a number is larger than another, or takes its plain value, the tape records
-a guard: a replay in which it is another value is another variant of the step.
+a guard: a step in which it is another value is another variant of the update. What does not depend on such numbers is
+not on the tape.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ import torch
 from torch import Tensor
 
 from meshweave.errors import CaptureError
-from meshweave.interop import pytree
 
 _TORCH = str(Path(torch.__file__).parent)
 _OPTIM = str(Path(torch.optim.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _WRAPPERS = (f"{_OPTIM}/optimizer.py", f"{_OPTIM}/lr_scheduler.py")
+# Functions of tensors whose results do not depend on elements.
+_OF_FORM = frozenset({"__get__", "__hash__", "dim", "numel", "size", "is_complex", "is_floating_point"})
 
 
-def user_code_line(frame: FrameType | None = None) -> str:
+def user_code_line() -> str:
     """The innermost current line of an optimizer's code: not of meshweave, and of torch only torch.optim."""
-    frame = frame or sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_optimizer_code(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -57,50 +59,79 @@ def untraceable(what: str, got: str = "", where: str = "") -> CaptureError:
     return CaptureError(what, where=where or user_code_line(), got=got)
 
 
+def flat(*values: Any) -> list[Any]:
+    """The values in lists and tuples."""
+    items: list[Any] = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            items += flat(*value)
+        else:
+            items.append(value)
+    return items
+
+
+Owner = str | int | None  # whose a number is: a parameter's (its name), a group's (its index), or all groups'
+
+
 @dataclass(frozen=True, slots=True)
 class TapeRef:
-    """A value of a tape, by its index: first the inputs, then the results of entries."""
+    """A value of a tape, by its index."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """A value that is computed on the host: `result = function(*args, **kwargs)`."""
+class Entry:
+    """`function(*args, **kwargs)`, which is a new value, or for a guard has to be `expected`."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
-    result: int = -1
+    result: int | None = None
+    expected: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class NumberGuard:
-    """`function(*args)` has to be `expected`. `is_exact`: the code took the value itself, not a comparison."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Replay:
+    """A function that computes numbers again from options of groups and attributes (`options`) and values of a
+    parameter's state (`slots`)."""
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    expected: Any
-    is_exact: bool
+    options: tuple[Any, ...]
+    slots: tuple[str, ...]
+    text: str
+    run: Callable[..., Any] = field(repr=False)
+
+    def __call__(self, options: Mapping[Any, Any], state: Mapping[str, Any]) -> Any:
+        """The numbers; None where a guard does not hold."""
+        return self.run(*[options[key] for key in self.options], *[state[slot] for slot in self.slots])
 
 
 @dataclass(slots=True)
 class Tape:
-    """What Python computes with numbers and 0-dim tensors during a run. `values` has the results of this run."""
+    """What Python computes with numbers and 0-dim tensors during a run. `values` has the results of this run.
+    `group_of`: the group of each parameter."""
 
-    entries: list[Computed | NumberGuard] = field(default_factory=list)
+    group_of: Mapping[str, int]
     values: list[Any] = field(default_factory=list)
-    num_inputs: int = 0
+    owners: list[Owner] = field(default_factory=list)
+    inputs: dict[int, Any] = field(default_factory=dict)  # the option or slot of a value
+    entries: dict[int, Entry] = field(default_factory=dict)  # that compute values
+    guards: dict[Owner, dict[Any, Entry]] = field(default_factory=dict)
     _tensors: dict[int, TapeRef] = field(default_factory=dict)  # by id; `values` keeps them alive
+    _computed: dict[Any, Number] = field(default_factory=dict)  # each result of Python's arithmetic once
+    _shared: set[int] = field(default_factory=set)  # options, and what Python's arithmetic computes from them alone
 
-    def input(self, value: Any) -> Any:
-        """A stand-in for a number or a 0-dim tensor between steps. All inputs come before everything else."""
-        self.num_inputs += 1
-        return self._new(value.detach().cpu().clone() if isinstance(value, Tensor) else value)
+    def input(self, key: Any, value: Any, owner: Owner) -> Any:
+        """A stand-in for an option, or a parameter's slot of state."""
+        self.inputs[len(self.values)] = key
+        if not isinstance(value, Tensor) and not isinstance(owner, str):
+            self._shared.add(len(self.values))
+        return self._new(value.detach().cpu().clone() if isinstance(value, Tensor) else value, owner)
 
-    def _new(self, value: Any) -> Any:
+    def _new(self, value: Any, owner: Owner) -> Any:
         ref = TapeRef(len(self.values))
         self.values.append(value)
+        self.owners.append(owner)
         if isinstance(value, Tensor):
             self._tensors[id(value)] = ref
             return value
@@ -118,74 +149,132 @@ class Tape:
         """Arguments with references in place of values on the tape."""
         if isinstance(x, (list, tuple)):
             return type(x)(self.refs(y) for y in x)
-        return self.ref_of(x) or x
+        ref = self.ref_of(x)
+        return x if ref is None else ref
+
+    def owner_of(self, x: Any) -> Owner:
+        """The owner of what is computed from values. CaptureError if they are of several parameters or groups."""
+        owner: Owner = None
+        for ref in flat(x):
+            its = self.owners[ref.index] if isinstance(ref, TapeRef) else None
+            if its is None or its == owner:
+                continue
+            if owner is None or (isinstance(its, str) and self.group_of[its] == owner):
+                owner = its
+            elif not isinstance(owner, str) or self.group_of[owner] != its:
+                raise untraceable("the optimizer combines numbers of several parameters or groups", f"{owner}, {its}")
+        return owner
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function of torch on numbers and 0-dim tensors. What it returns of these is on the tape."""
-        leaves = pytree.tree_leaves((list(args), list(kwargs.values())))
-        is_on_tape = any(self.ref_of(x) is not None for x in leaves)
+        """Run a function of torch on numbers and 0-dim tensors. What it computes from those on the tape is, too."""
+        leaves = flat(args, *kwargs.values())
+        if all(self.ref_of(x) is None for x in leaves):
+            return function(*args, **kwargs)
+        for x in leaves:  # constants
+            if isinstance(x, Tensor) and self.ref_of(x) is None:
+                if x.numel() != 1 or x.is_meta:
+                    raise untraceable("the optimizer uses a tensor of its own", f"shape {tuple(x.shape)}")
+                self._add(x, torch.clone, (x.clone(),), {})
         result = function(*plain(tuple(args)), **{k: plain(v) for k, v in kwargs.items()})
-        if isinstance(result, Tensor) and (is_on_tape or not result.dim()):
-            if other := next((x for x in leaves if isinstance(x, Tensor) and self.ref_of(x) is None), None):
-                raise untraceable("the optimizer uses a tensor of its own", f"shape {tuple(other.shape)}")
+        if isinstance(result, Tensor):
             if result.numel() != 1:
                 raise untraceable("the optimizer puts numbers into a tensor", f"shape {tuple(result.shape)}")
-        elif not is_on_tape or type(result) not in (bool, int, float):
-            return result
-        if not isinstance(result, Tensor) and function is not Tensor.item:
-            self.entries.append(NumberGuard(function, self.refs(tuple(args)), result, type(result) is not bool))
-            return result
-        return self.computed(result, function, args, kwargs)
-
-    def computed(self, result: Any, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """The result of a function, on the tape."""
-        described = self.refs(tuple(args)), tuple((k, self.refs(v)) for k, v in kwargs.items())
-        self.entries.append(Computed(function, *described, len(self.values)))
-        return self._new(result)
-
-    def guard(self, function: Callable[..., Any], *args: Any, is_exact: bool = False) -> Any:
-        """The plain result of a function on numbers, which has to be the same in a replay."""
-        result = function(*plain(args))
-        if any(type(x) is Number and x.tensor is not None for x in args):
-            raise untraceable("control flow, or a number of Python, depends on values of tensors", function.__name__)
-        self.entries.append(NumberGuard(function, self.refs(args), result, is_exact))
+            return self._add(result, function, args, kwargs)
+        if function is Tensor.item:
+            return self._add(result, function, args, kwargs)
+        if type(result) in (bool, int, float) and function.__name__ not in _OF_FORM:
+            self._guard(function, self.refs(tuple(args)), result, tuple((k, self.refs(v)) for k, v in kwargs.items()))
         return result
 
-    def compiled(self, tensors: Sequence[int], results: Sequence[Any]) -> Replay:
-        """A function of the inputs that replays the tape: the values of `results` (references and constants), or None
-        where a guard does not hold. `tensors` are the inputs that are tensors, which it does not write."""
-        names: dict[str, Any] = {}
+    def _add(self, result: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        described = self.refs(tuple(args)), tuple((k, self.refs(v)) for k, v in kwargs.items())
+        self.entries[len(self.values)] = Entry(function, *described, len(self.values))
+        return self._new(result, self.owner_of((described[0], [v for _, v in described[1]])))
+
+    def compute(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Python's arithmetic."""
+        refs = self.refs(tuple(args))
+        key = function, repr(refs)
+        if key not in self._computed:
+            if all(x.index in self._shared for x in refs if isinstance(x, TapeRef)):
+                self._shared.add(len(self.values))
+            self._computed[key] = self._add(function(*plain(tuple(args))), function, args, {})
+        return self._computed[key]
+
+    def guard(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The plain result of a function on numbers, which has to be the same in a replay."""
+        result = function(*plain(args))
+        self._guard(function, self.refs(args), result)
+        return result
+
+    def _guard(self, function: Callable[..., Any], refs: tuple[Any, ...], result: Any, kwargs: Any = ()) -> None:
+        owner = self.owner_of((refs, [v for _, v in kwargs]))
+        key = function, repr((refs, kwargs))
+        self.guards.setdefault(owner, {}).setdefault(key, Entry(function, refs, kwargs, None, result))
+
+    def replay(self, name: str, results: Any, known: dict[Any, Replay]) -> Replay:
+        """What computes `results` (references and constants, in tuples) for a parameter, with the guards on its
+        options and state. `known`: replays with the same text, each of which is compiled once."""
+        guards = [x for owner in (None, self.group_of[name], name) for x in self.guards.get(owner, {}).values()]
+        needed, stack = set[int](), flat(results, [g.args for g in guards])
+        while stack:
+            x = stack.pop()
+            if isinstance(x, TapeRef) and x.index not in needed:
+                needed.add(x.index)
+                if (entry := self.entries.get(x.index)) is not None:
+                    stack += flat(entry.args, [v for _, v in entry.kwargs])
+        options = sorted(i for i in needed if i in self.inputs and self.owners[i] != name)
+        slots = sorted(i for i in needed if i in self.inputs and self.owners[i] == name)
+        # What all parameters of a group share comes first: its place does not depend on the parameter.
+        computed = sorted((i for i in needed if i in self.entries), key=lambda i: (i not in self._shared, i))
+        return self._compiled([*options, *slots], computed, guards, results, known, len(options))
+
+    def _compiled(
+        self,
+        inputs: Sequence[int],
+        computed: Sequence[int],
+        guards: Sequence[Entry],
+        results: Any,
+        known: dict[Any, Replay],
+        num_options: int,
+    ) -> Replay:
+        names = {i: f"v{number}" for number, i in enumerate((*inputs, *computed))}
+        constants: list[Any] = []
 
         def text(x: Any) -> str:
             if isinstance(x, TapeRef):
-                return f"v{x.index}"
-            if isinstance(x, tuple) or type(x) is list:
+                return names[x.index]
+            if isinstance(x, (tuple, list)):
                 inner = "".join(f"{text(y)}, " for y in x)
                 return f"({inner})" if isinstance(x, tuple) else f"[{inner}]"
-            names[f"c{len(names)}"] = x
-            return f"c{len(names) - 1}"
+            constants.append(x)
+            return f"c{len(constants) - 1}"
 
-        def called(entry: Computed | NumberGuard) -> str:
+        def called(entry: Entry) -> str:
             args = [text(x) for x in entry.args]
             if symbol := _SYMBOLS.get(entry.function):
                 return f"{args[0]} {symbol} {args[1]}"
-            keywords = entry.kwargs if isinstance(entry, Computed) else ()
-            return f"{text(entry.function)}({', '.join([*args, *(f'{k}={text(v)}' for k, v in keywords)])})"
+            return f"{text(entry.function)}({', '.join([*args, *(f'{k}={text(v)}' for k, v in entry.kwargs)])})"
 
-        lines = [f"def replay({', '.join(f'v{i}' for i in range(self.num_inputs))}):"]
-        lines += [f"v{i} = v{i}.clone()" for i in tensors]
-        for entry in self.entries:
-            if isinstance(entry, NumberGuard):
-                lines.append(f"if ({called(entry)}) != {text(entry.expected)}: return None")
-            else:
-                lines.append(f"v{entry.result} = {called(entry)}")
-        lines.append(f"return {text(list(results))}")
-        exec(compile("\n    ".join(lines), "<meshweave: numbers of an update>", "exec"), names)  # own names only
-        replay: Replay = names["replay"]
-        return replay
-
-
-Replay = Callable[..., list[Any] | None]
+        lines = [f"def replay({', '.join(names[i] for i in inputs)}):"]
+        lines += [f"{names[i]} = {names[i]}.clone()" for i in inputs if isinstance(self.values[i], Tensor)]
+        waiting, order = list(guards), {i: place for place, i in enumerate(computed)}
+        ready = [
+            max((order.get(x.index, -1) for x in flat(g.args) if isinstance(x, TapeRef)), default=-1) for g in waiting
+        ]
+        for place in range(-1, len(computed)):
+            if place >= 0:
+                lines.append(f"{names[computed[place]]} = {called(self.entries[computed[place]])}")
+            checks = [g for g, when in zip(waiting, ready, strict=True) if when == place]
+            lines += [f"if ({called(g)}) != {text(g.expected)}: return None" for g in checks]
+        lines.append(f"return {text(results)}")
+        keys = tuple(self.inputs[i] for i in inputs)
+        signature = keys, num_options, tuple(lines), repr(constants)
+        if signature not in known:
+            scope = {f"c{i}": x for i, x in enumerate(constants)}
+            exec(compile("\n    ".join(lines), "<meshweave: numbers of an update>", "exec"), scope)  # own names only
+            known[signature] = Replay(keys[:num_options], keys[num_options:], "\n".join(lines), scope["replay"])
+        return known[signature]
 
 
 def plain(x: Any) -> Any:
@@ -196,36 +285,33 @@ def plain(x: Any) -> Any:
 
 
 class Number(torch.SymFloat):
-    """A number during a trace: of a tape, or a 0-dim float64 `tensor` that `.item()` took from values of tensors.
+    """A number of a tape during a trace.
 
     torch takes it wherever it takes a number (therefore the base class, whose methods are all replaced), and Python
     calls `__float__` where a function of C needs a plain number (so it is no float)."""
 
-    def __init__(self, tape: Tape, value: Any, ref: TapeRef | None, tensor: Tensor | None = None) -> None:
-        self.tape, self.value, self.ref, self.tensor = tape, value, ref, tensor
+    def __init__(self, tape: Tape, value: Any, ref: TapeRef) -> None:
+        self.tape, self.value, self.ref = tape, value, ref
 
     # isinstance(x, float) and isinstance(x, int) answer as for the number
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.value)
 
-    def _exact(self, kind: Callable[..., Any]) -> Any:
-        return self.tape.guard(kind, self, is_exact=True)
-
     def __bool__(self) -> bool:
         return bool(self.tape.guard(operator.truth, self))
 
     def __float__(self) -> float:
-        return float(self._exact(float))
+        return float(self.tape.guard(float, self))
 
     def __int__(self) -> int:
-        return int(self._exact(int))
+        return int(self.tape.guard(int, self))
 
     def __index__(self) -> int:
-        return int(self._exact(operator.index))
+        return int(self.tape.guard(operator.index, self))
 
     def __hash__(self) -> int:
-        return int(self._exact(hash))
+        return int(self.tape.guard(hash, self))
 
     def __repr__(self) -> str:
         return repr(self.value)
@@ -243,11 +329,7 @@ class Number(torch.SymFloat):
 def _computed(function: Callable[..., Any], *args: Any) -> Any:
     if any(isinstance(x, Tensor) for x in args):
         return NotImplemented
-    tape = next(x.tape for x in args if type(x) is Number)
-    if any(type(x) is Number and x.tensor is not None for x in args):
-        result = function(*(x.tensor if type(x) is Number and x.tensor is not None else x for x in args))
-        return Number(tape, 1.0, None, result)
-    return tape.computed(function(*plain(args)), function, args, {})
+    return next(x.tape for x in args if type(x) is Number).compute(function, args)
 
 
 def _define() -> None:

@@ -1,99 +1,75 @@
-"""Traces an optimizer's own `step()`: which ops on which tensors, with which numbers.
+"""Traces an optimizer's own `step()` on all parameters at once: what it does to each, as a graph of values.
 
-Parameters, gradients and state tensors are on the meta device. Numbers are on a tape (`optimizer_tape`); those that are
-passed to ops are separate from the ops in a record, because they differ from step to step.
+Parameters, gradients and state tensors are on the meta device; a tensor that is written has another value from then on.
+Numbers are on a tape (`optimizer_tape`); those that are passed to ops are inputs of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import combinations, zip_longest
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import TensorWeakRef
 
-from meshweave.capture.optimizer_arithmetic import ARITHMETIC, base_of
-from meshweave.capture.optimizer_tape import Number, Tape, TapeRef, untraceable
-from meshweave.interop import pytree
-from meshweave.interop.fake import DispatchMode
-from meshweave.interop.ops import arguments_of, operator_name
+from meshweave.capture.decompositions import decomposition_table
+from meshweave.capture.optimizer_arithmetic import ARITHMETIC, SUMS, row_of, scaled
+from meshweave.capture.optimizer_graph import Key, Outputs, UpdateValue, Values, ordered
+from meshweave.capture.optimizer_tape import Number, Tape, TapeRef, flat, plain, untraceable
+from meshweave.interop.fake import DispatchMode, without_modes
+from meshweave.interop.ops import arguments_of, is_mutable, operator_name, returns_of
 from meshweave.interop.storages import storage_key
-from meshweave.ir.traits import is_random
+from meshweave.interop.tracing import decomposes_itself
+from meshweave.ir.graph import Spec, specs_of
+from meshweave.ir.traits import IDENTITIES, is_random, reads_data
 
 aten = torch.ops.aten
 
 _META = torch.device("meta")
 _TENSOR: Any = Tensor
 _SET_DATA: Any = _TENSOR.data.__set__
-_FILLS = {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros,
-          aten.ones, aten.full}  # fmt: skip
-_CREATORS = {torch.zeros, torch.ones, torch.full}
-_FILL_VALUES: Mapping[str, float] = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0,
-                                     "zeros": 0.0, "ones": 1.0}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A tensor of a record, by its number."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Num:
-    """A number that the code passes to an op, by its index among the numbers of a record."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerCall:
-    """An op on stand-ins. `results`: the tensors that it returns, and their dtypes."""
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    results: tuple[Ref, ...]
-    dtypes: tuple[torch.dtype, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NumRef(Ref):
-    """A 0-dim tensor of a record in the place of a number."""
-
-
-Key = tuple[str, int, str]  # ("param" | "grad" | "state", number of the parameter, slot or "")
-Operand = TapeRef | float  # a number of a tape, or a constant
+_READS = frozenset({Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.tolist})
+_CREATORS = frozenset({torch.zeros, torch.ones, torch.full, torch.empty})
+# Creations of state, and what they fill it with; None: with an argument.
+_FILLS: Mapping[str, float | None] = {
+    "zeros_like": 0.0, "ones_like": 1.0, "full_like": None, "empty_like": 0.0, "new_zeros": 0.0, "new_ones": 1.0,
+    "new_full": None, "new_empty": 0.0, "zeros": 0.0, "ones": 1.0, "full": None, "empty": 0.0,
+}  # fmt: skip
+# Views with all elements of their operand -> the op that makes the operand of the view, from its shape and arguments.
+_INVERSES: Mapping[Any, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim),
+                    lambda shape, *_: (aten.view.default, (list(shape),))),
+    aten.t.default: lambda shape: (aten.t.default, ()),
+    aten.transpose.int: lambda shape, *dims: (aten.transpose.int, dims),
+    aten.view_as_real.default: lambda shape: (aten.view_as_complex.default, ()),
+    aten.view_as_complex.default: lambda shape: (aten.view_as_real.default, ()),
+}  # fmt: skip
 
 
 @dataclass(slots=True)
-class OptimizerRecord:
-    """What a run did. `inputs` and `outputs` name tensors; `numbers` are in the order of their first use."""
+class Traced:
+    """A tensor of a trace: its present value (None: written through a part of it), the parameter that it belongs to
+    ("": none yet), its first value if it is fresh, and how a write to it becomes one to the tensor that it is a view
+    of."""
 
-    inputs: dict[Key, int] = field(default_factory=dict)
-    calls: list[OptimizerCall] = field(default_factory=list)
-    numbers: list[Operand] = field(default_factory=list)
-    outputs: dict[Key, int] = field(default_factory=dict)
-
-    def num(self, operand: Operand) -> Num:
-        """A number on the tape is a number once, however often it is used."""
-        if operand not in self.numbers or not isinstance(operand, TapeRef):
-            self.numbers.append(operand)
-        return Num(len(self.numbers) - 1 if not isinstance(operand, TapeRef) else self.numbers.index(operand))
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Everything that must not change from step to step."""
-        return tuple(sorted(self.inputs.items())), tuple(self.calls), tuple(sorted(self.outputs.items()))
+    ref: TensorWeakRef  # torch returns a copy of a new tensor that has another reference
+    value: UpdateValue | None
+    owner: str
+    spec: Spec
+    place: tuple[Any, ...]  # in its storage: tensors with equal places have the same elements
+    first: UpdateValue | None = None
+    base: Traced | None = None
+    to_base: tuple[Any, tuple[Any, ...]] | None = None
 
 
 class _Functions(TorchFunctionMode):
-    """Sees what the code calls: functions of numbers run on the tape, others on stand-ins with tags for numbers."""
+    """Sees what the code calls: functions of numbers run on the tape, functions of tensors and numbers by their row."""
 
     def __init__(self, tracer: UpdateTracer) -> None:
         super().__init__()
@@ -101,40 +77,25 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer, kwargs = self.tracer, kwargs or {}
-        if not any(map(tracer.is_of_tensors, pytree.tree_leaves((list(args), list(kwargs.values()))))):
+        has_tensor = has_number = False
+        for x in flat(args, *kwargs.values()):
+            has_tensor = has_tensor or tracer.find(x) is not None
+            has_number = has_number or tracer.tape.ref_of(x) is not None
+        if not has_tensor:
             own = {k: v for k, v in kwargs.items() if not (k == "device" and v == _META)}  # beside a parameter
-            if func in _CREATORS and _has_dims(args, kwargs):
-                return tracer.tagged(func, args, {**own, "device": _META})
-            return tracer.tape.call(func, args, own)
+            is_creation = func in _CREATORS and not has_number and _has_dims(args, kwargs)
+            return func(*args, **{**own, "device": _META}) if is_creation else tracer.tape.call(func, args, own)
+        if func in _READS:
+            raise untraceable("control flow, or a number of Python, depends on values of tensors", func.__name__)
         if func == _SET_DATA:
             return tracer.assign(*args)
-        if func is Tensor.item:
-            return Number(tracer.tape, 1.0, None, args[0].to(torch.float64).reshape(()))
-        if func in (Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.tolist):
-            raise untraceable("control flow, or a number of Python, depends on values of tensors", func.__name__)
-        if func is Tensor.__setitem__:
-            return self._set(*args)
-        if func in (torch.where, Tensor.where) and len(args) == 3:
-            args = self._as_tensors(args)
-        return tracer.tagged(func, args, kwargs)
-
-    def _as_tensors(self, args: Sequence[Any]) -> list[Any]:
-        """Operands with a 0-dim tensor for a number: `torch.where` would put it on the meta device."""
-        like = next((x for x in args if isinstance(x, Tensor) and x.is_floating_point()), None)
-        if like is None:
-            return list(args)
-        return [
-            x if isinstance(x, Tensor) else self.tracer.tape.call(torch.full, ((), x), {"dtype": like.dtype})
-            for x in args
-        ]
-
-    def _set(self, x: Tensor, index: Any, value: Any) -> None:
-        """x[index] = value, as the op that it is for a mask and a number."""
-        with self:
-            if self.tracer.is_of_tensors(index) and index.dtype == torch.bool and not isinstance(value, Tensor):
-                x.masked_fill_(index, value)
-            else:
-                x[index].copy_(value if isinstance(value, Tensor) else torch.full_like(x[index], value))
+        if func is Tensor.__setitem__ and _is_mask(args[1]) and not isinstance(args[2], Tensor):
+            func = Tensor.masked_fill_
+            has_number = True
+        if func is Tensor.where and len(args) == 3:
+            func, args = torch.where, (args[1], args[0], args[2])
+        is_choice = func is torch.where and len(args) == 3
+        return tracer.run_row(func, args, kwargs) if has_number or is_choice else func(*args, **kwargs)
 
 
 def _has_dims(args: Any, kwargs: Any) -> bool:
@@ -142,229 +103,348 @@ def _has_dims(args: Any, kwargs: Any) -> bool:
     return isinstance(size, int) or len(size) > 0
 
 
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool
+
+
+@dataclass(eq=False)
 class UpdateTracer(DispatchMode):
-    """Records a run on tensors of the meta device that it knows, with the tape of its numbers."""
+    """Records a run on tensors of the meta device that it knows. `numbers`: for each parameter the numbers of its
+    graph, in the order of their first use; `fills`: what a value of fresh state is filled with."""
 
-    def __init__(self) -> None:
+    values: Values
+    tape: Tape
+    rows: dict[Any, UpdateValue]  # results of rows, each of which runs once
+    _known: dict[int, Traced] = field(default_factory=dict)
+    numbers: dict[str, list[TapeRef]] = field(default_factory=dict)
+    fills: dict[UpdateValue, Any] = field(default_factory=dict)
+    _storages: dict[int, list[Traced]] = field(default_factory=dict)
+    _is_paused: bool = False
+    _is_in_row: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.record, self.tape = OptimizerRecord(), Tape()
-        self._refs: dict[int, int] = {}  # id of a tensor -> its number
-        self._alive: list[Tensor] = []  # keeps ids unique
-        self._aliases: list[Tensor] = []
-        # Numbers and 0-dim tensors of the function that runs: torch passes their tags on to ops. By tag, or by id.
-        self._tags: dict[Any, Number | Tensor] = {}
-
-    def know(self, tensor: Tensor) -> int:
-        """The number of a tensor, a new number for a new tensor."""
-        if id(tensor) not in self._refs:
-            self._refs[id(tensor)] = len(self._alive)
-            self._alive.append(tensor)
-        return self._refs[id(tensor)]
-
-    def is_known(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and id(x) in self._refs
-
-    def is_of_tensors(self, x: Any) -> bool:
-        """Whether a value depends on parameters, gradients or their state."""
-        return x.tensor is not None if type(x) is Number else self.is_known(x)
-
-    def assign(self, tensor: Tensor, value: Tensor) -> None:
-        """`tensor.data = value`: from now on both are the same tensor."""
-        if not self.is_known(value) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
-            raise untraceable("the optimizer assigns other data to a tensor than values of its form", str(value.dtype))
-        self._refs[id(tensor)] = self._refs[id(value)]
-
-    def shared_memory(self) -> list[tuple[str, str]]:
-        """Pairs of outputs, by slot (of a parameter: ""), that share memory when the run ends."""
-        memory = {key[2]: storage_key(self._alive[i]) for key, i in self.record.outputs.items() if key[0] != "grad"}
-        return [(a, b) for a, b in combinations(memory, 2) if memory[a] == memory[b]]
 
     @contextmanager
     def running(self) -> Iterator[None]:
         with torch.no_grad(), _Functions(self), self:
             yield
 
-    def tagged(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A function of torch with tags instead of numbers, by which its ops are told which numbers they take."""
-        self._tags = {}
-        try:
-            args, kwargs = pytree.tree_map(self._tag, (args, kwargs))
-            return func(*args, **kwargs)
-        finally:
-            self._tags = {}
+    def know(self, tensor: Tensor, value: UpdateValue, owner: str) -> Traced:
+        """From now on a tensor has this value."""
+        place = tensor.shape, tensor.dtype, tensor.stride(), tensor.storage_offset()
+        spec = Spec(tuple(tensor.shape), tensor.dtype)
+        traced = self._known[id(tensor)] = Traced(TensorWeakRef(tensor), value, owner, spec, place)
+        self._storages.setdefault(storage_key(tensor), []).append(traced)
+        return traced
 
-    def _tag(self, x: Any) -> Any:
-        if type(x) is not Number and (not isinstance(x, Tensor) or self.tape.ref_of(x) is None):
+    def find(self, x: Any) -> Traced | None:
+        """What is known of a tensor."""
+        traced = self._known.get(id(x))
+        return traced if traced is not None and traced.ref() is x else None
+
+    def traced(self, tensor: Tensor) -> Traced:
+        traced = self.find(tensor)
+        if traced is None:
+            raise untraceable(_FOREIGN, f"{tensor.dtype} of shape {tuple(tensor.shape)}")
+        return traced
+
+    def value_of(self, tensor: Tensor) -> UpdateValue:
+        value = self.traced(tensor).value
+        if value is None:
+            raise untraceable(
+                "the optimizer reads a tensor that it has written through a part of it", str(tensor.shape)
+            )
+        return value
+
+    def _operands(self, *values: Any) -> list[Traced]:
+        return [traced for x in flat(*values) if (traced := self.find(x)) is not None]
+
+    def assign(self, tensor: Tensor, value: Tensor) -> None:
+        """`tensor.data = value`: from now on both are the same memory."""
+        if self.find(value) is None or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+            raise untraceable("the optimizer assigns other data to a tensor than values of its form", str(value.dtype))
+        _SET_DATA(tensor, value)
+        self.know(tensor, self.value_of(value), self.owner_of(tensor, value))
+
+    def _conformed(self, result: Tensor, spec: Spec) -> UpdateValue:
+        """The value of a result in the form of the tensor into which it is written."""
+        self.traced(result)
+        with self:
+            result = result if result.dtype == spec.dtype else result.to(spec.dtype)
+            return self.value_of(result if result.shape == spec.shape else result.expand(spec.shape))
+
+    def _write(self, target: Tensor, new: UpdateValue) -> Tensor:
+        """A value is written into a tensor: all that share its memory have another value, too."""
+        written = self.traced(target)
+        value: UpdateValue | None = new
+        siblings = [x for x in self._storages[storage_key(target)] if x is not written]
+        for other in siblings:
+            other.value = None
+        at: Traced | None = written
+        while at is not None:
+            at.value = value
+            for other in siblings:
+                if other.place == at.place:
+                    other.value = value
+            if at.base is not None and at.to_base is not None and value is not None:
+                op, args = at.to_base
+                value = self.values.op(op, (value, *args), (), at.base.spec)
+            else:
+                value = None
+            at = at.base
+        return target
+
+    def owner_of(self, *values: Any) -> str:
+        """The parameter that operands belong to, from now on all of them. CaptureError if there are several."""
+        operands = self._operands(*values)
+        owners = {x.owner for x in operands if x.owner}
+        if len(owners) > 1:
+            got = " and ".join(sorted(owners))
+            raise untraceable("the optimizer combines the values of several parameters in an update", got)
+        owner = next(iter(owners), "")
+        for x in operands:
+            x.owner = owner
+        return owner
+
+    def run_row(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function of tensors and numbers, as ops on tensors alone."""
+        name, is_in_place = row_of(func)
+        if name not in ARITHMETIC and name not in _FILLS:
+            raise untraceable("a number that changes from step to step is an argument of an op without a row", name)
+        if name == "pow" and not isinstance(args[1], Tensor) and isinstance(args[1], int):
+            args = (args[0], int(args[1]))  # an integer is an exponent, which selects what is computed
+        owner = self.owner_of(args, *kwargs.values())
+        into = kwargs.get("out", args[0] if is_in_place else None)
+        spec = self.traced(into).spec if into is not None else self._result(func, args, kwargs)
+        if name in _FILLS:
+            fill = next(x for x in flat(args[::-1], *kwargs.values()) if self.tape.ref_of(x) is not None)
+            return self._fresh(self._blank(spec), self._ref_for(fill, owner), owner)
+        names = (*range(len(args)), *(k for k in kwargs if k != "out"))
+        operands = [self._row_operand(x, owner) for x in (*args, *(v for k, v in kwargs.items() if k != "out"))]
+        key = func, names, tuple(x if isinstance(x, UpdateValue) else (type(x), x) for x in operands), spec
+        if key not in self.rows:
+            values = {k: self._shown(x, owner) for k, x in zip(names, operands, strict=True)}
+            self._is_in_row = True
+            with self:
+                result = scaled(name, [values.pop(i) for i in range(len(args))], values, spec.dtype)
+            self._is_in_row = False
+            self.rows[key] = self._conformed(result, spec)
+        if into is not None:
+            return self._write(into, self.rows[key])
+        result = self._blank(spec)
+        self.know(result, self.rows[key], owner)
+        return result
+
+    def _row_operand(self, x: Any, owner: str) -> Any:
+        """The value of a tensor; a number as an input of the graph; or a constant."""
+        if self.find(x) is not None:
+            return self.value_of(x)
+        if self.tape.ref_of(x) is None:
             return x
-        is_integer = not x.is_floating_point() if isinstance(x, Tensor) else isinstance(x.value, int)
-        tag: float = (1 << 40) + len(self._tags) if is_integer else 2.0 ** -(60 + len(self._tags))
-        self._tags[tag] = x
-        if not isinstance(x, Tensor):
-            return tag
-        stand_in = torch.full_like(x, tag)
-        if stand_in.item() != tag:
-            raise untraceable("the optimizer computes with a number of a small dtype", str(x.dtype))
-        self._tags[id(stand_in)] = x
-        self._aliases.append(stand_in)
-        return stand_in
+        numbers, ref = self.numbers.setdefault(owner, []), self._ref_for(x, owner)
+        if ref not in numbers:
+            numbers.append(ref)
+        return self.values.input(numbers.index(ref), Spec((), torch.float64))
+
+    def _shown(self, x: Any, owner: str) -> Any:
+        """A tensor that has a value."""
+        if not isinstance(x, UpdateValue):
+            return x
+        tensor = self._blank(x.spec)
+        self.know(tensor, x, owner)
+        return tensor
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The Specs of what a function returns for tensors and numbers."""
+
+        def form(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return tuple(map(form, x))
+            if (traced := self.find(x)) is not None:
+                return traced.spec
+            if type(x) is Number or isinstance(x, Tensor):
+                x = plain(x)
+                x = x.item() if isinstance(x, Tensor) and x.numel() == 1 and not x.is_meta else x
+                return type(x), type(x)(1)
+            return type(x), x
+
+        return _result_specs(func, form(args), tuple((k, form(v)) for k, v in kwargs.items()))
+
+    def _blank(self, spec: Any) -> Tensor:
+        self._is_paused = True
+        try:
+            return torch.empty(spec.shape, dtype=spec.dtype, device=_META)
+        finally:
+            self._is_paused = False
+
+    def _ref_for(self, x: Any, owner: str) -> TapeRef:
+        """A number that an op takes, as it is now: a tensor may be written later."""
+        x = self.tape.call(Tensor.item, (x,), {}) if isinstance(x, Tensor) else x
+        its = self.tape.owner_of((x.ref,))
+        if its is not None and its not in (owner, self.tape.group_of[owner]):
+            raise untraceable("the optimizer uses numbers of another parameter or group", f"{owner}, {its}")
+        return x.ref
+
+    def _fresh(self, tensor: Tensor, fill: Any, owner: str) -> Tensor:
+        spec = Spec(tuple(tensor.shape), tensor.dtype)
+        value = self.values.input(("fresh", len(self.fills)), spec)
+        self.fills[value] = fill
+        self.know(tensor, value, owner).first = value
+        return tensor
+
+    def full(self, spec: Any, fill: Any) -> UpdateValue:
+        return self.values.op(aten.full.default, (list(spec.shape), fill), (("dtype", spec.dtype),), spec)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not any(map(self._holds_known, (*args, *kwargs.values()))):
-            is_creation = func.overloadpacket in _FILLS and kwargs.get("device") == _META
-            return self._written(func, args, kwargs) if is_creation else func(*args, **kwargs)
-        if func is aten.detach.default:
-            result = func(args[0])
-            self._refs[id(result)] = self._refs[id(args[0])]
-            self._aliases.append(result)
-            return result
+        name = operator_name(func)
+        is_creation = name in _FILLS and kwargs.get("device") == _META
+        if self._is_paused or not (is_creation or self._operands(args, *kwargs.values())):
+            return func(*args, **kwargs)
+        owner = self.owner_of(args, *kwargs.values())
+        if name in _FILLS:
+            numbers = (x for x in (*args[1:], kwargs.get("fill_value")) if isinstance(x, (int, float, complex)))
+            fill = next(numbers) if _FILLS[name] is None else _FILLS[name]
+            fresh = self._fresh(func(*args, **kwargs), fill, owner)
+            if self._is_in_row:
+                self.know(fresh, self.full(self.traced(fresh).spec, fill), owner)
+            return fresh
         if is_random(func):
             raise untraceable("the optimizer draws random numbers", str(func))
-        if func is aten._local_scalar_dense.default:
-            raise untraceable("control flow, or a number of Python, depends on values of tensors", "item()")
-        if operator_name(func).startswith("_foreach_"):
+        if reads_data(func):
+            raise untraceable("control flow, or a number of Python, depends on values of tensors", str(func))
+        if name.startswith("_foreach_"):
             raise untraceable("the optimizer calls ops on lists of tensors", str(func))
-        return self._written(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            raise untraceable("the optimizer changes the shape of a tensor in place", str(func))
+        if is_mutable(func):
+            name, index = _written(func)
+            target = kwargs[name] if name in kwargs else args[index]
+            kwargs = {k: v for k, v in kwargs.items() if k != name}
+            with self:
+                result = _without_writes(func)(*args, **kwargs)
+            return self._write(target, self._conformed(result, self.traced(target).spec))
+        versions = [decomposition_table().get(func)]
+        if decomposes_itself(func, args, kwargs):
+            versions.append(func.decompose)
+        for decomposition in filter(None, versions):
+            with self:
+                result = decomposition(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if name in SUMS and args[0].dtype.itemsize < 4:
+            with self:
+                return scaled(name, args, kwargs, args[0].dtype)
+        return self._recorded(func, args, kwargs, owner)
 
-    def _holds_known(self, x: Any) -> bool:
-        return id(x) in self._refs or (isinstance(x, (list, tuple)) and any(map(self._holds_known, x)))
-
-    def _written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of an op, which is recorded."""
-        formal = arguments_of(func)
-        written = [
-            kwargs.get(a.name, x) for a, x in zip_longest(formal, args) if a.alias_info and a.alias_info.is_write
-        ]
-        if any(isinstance(x, Tensor) and not self.is_known(x) for x in written):
-            raise untraceable("the optimizer writes values of tensors into a number", str(func))
-        names = (a.name for a in formal)
-        described = tuple(self._described(func, n, x) for n, x in zip(names, args, strict=False))
-        options = tuple(
-            (n, self._described(func, n, x)) for n, x in kwargs.items() if n not in ("device", "pin_memory")
-        )
-        args, kwargs = pytree.tree_map(self._without_data, (args, kwargs))
-        result = func(*args, **kwargs)
-        outs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        refs = tuple(Ref(self.know(x)) for x in outs)
-        self.record.calls.append(OptimizerCall(func, described, options, refs, tuple(x.dtype for x in outs)))
+    def _recorded(self, func: Any, args: Any, kwargs: Any, owner: str) -> Any:
+        if func in IDENTITIES:
+            result = func(*args, **kwargs)
+            self.know(result, self.value_of(args[0]), owner)
+            return result
+        options = tuple((k, self._operand(func, v)) for k, v in kwargs.items() if k not in _OF_MEMORY)
+        operands = tuple(self._operand(func, x) for x in args)
+        if _is_view(func):
+            result = func(*args, **kwargs)
+            specs = specs_of(result)
+        else:
+            specs = self._result(func, args, {k: v for k, v in kwargs.items() if k not in _OF_MEMORY})
+            result = tuple(map(self._blank, specs)) if isinstance(specs, tuple) else self._blank(specs)
+        value = self.values.op(func, operands, options, specs)
+        if isinstance(result, Tensor):
+            traced = self.know(result, value, owner)
+            if func in _INVERSES and storage_key(result) == storage_key(args[0]):
+                traced.base, traced.to_base = self.traced(args[0]), _INVERSES[func](args[0].shape, *args[1:])
+            return result
+        for i, part in enumerate(result):
+            self.know(part, self.values.op(operator.getitem, (value, i), (), specs_of(part)), owner)
         return result
 
-    def _without_data(self, x: Any) -> Any:
-        if isinstance(x, Tensor) and not self.is_known(x):
-            return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    def _operand(self, func: Any, x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [self._operand(func, y) for y in x]
+        if self.find(x) is not None:
+            return self.value_of(x)
+        if isinstance(x, Tensor) and x.numel() == 1 and not x.is_meta:
+            return x.item()  # created by a function of torch itself, from constants
+        if isinstance(x, Tensor):
+            got = f"{x.dtype} of shape {tuple(x.shape)} in {func}"
+            raise untraceable(_FOREIGN, got)
         return x
 
-    def _described(self, func: Any, name: str, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return tuple(self._described(func, name, x) for x in value)
-        if self.is_known(value):
-            return Ref(self._refs[id(value)])
-        number: Any = self._tags.get(id(value) if isinstance(value, Tensor) else value if _is_plain(value) else None)
-        if isinstance(value, Tensor) and number is None and value.numel() == 1 and value.device.type != "meta":
-            return self.record.num(float(value))  # created by a function of torch itself, from constants
-        if isinstance(value, Tensor) and number is None:
-            shape = f"{value.dtype} of shape {tuple(value.shape)} in {func}"
-            raise untraceable(
-                "the optimizer uses a tensor that is not a parameter, gradient or state of its own", shape
-            )
-        if number is None:
-            is_number = _is_plain(value) and _takes_numbers(func, name)
-            return self.record.num(float(value)) if is_number and not _is_power(func, value) else value
-        if isinstance(number, Tensor):  # it may be written later
-            number = self.tape.call(Tensor.item, (number,), {})
-        if number.tensor is not None:
-            if not _takes_numbers(func, name):
-                raise untraceable("a number of Python depends on values of tensors", str(func))
-            return NumRef(self.know(number.tensor))
-        if not _takes_numbers(func, name) or _is_power(func, number.value):
-            return type(self.tape.values[number.ref.index])(number)  # the only value of this variant
-        return self.record.num(number.ref)
 
-    def runs(self, owner: dict[int, str]) -> dict[str, tuple[Any, ...]]:
-        """What was done to each parameter: ops and numbers. `owner`: number of a tensor -> its parameter.
-        Raises CaptureError for an op that takes tensors of two parameters."""
-        done: dict[str, list[Any]] = {name: [] for name in owner.values()}
-        for call in self.record.calls:
-            leaves = pytree.tree_leaves((call.args, call.kwargs))
-            owners = sorted({owner[x.index] for x in leaves if isinstance(x, Ref) and x.index in owner})
-            if len(owners) > 1:
-                got = f"{call.func} of {owners[0]} and {owners[1]}"
-                raise untraceable("the optimizer combines the values of several parameters in an update", got)
-            owner.update((ref.index, owner_of) for ref in call.results for owner_of in owners)
-            used = (self.value_of(self.record.numbers[x.index]) for x in leaves if isinstance(x, Num))
-            for name in owners:
-                done[name] += [call.func, *used]
-        return {name: tuple(calls) for name, calls in done.items()}
-
-    def value_of(self, operand: Operand) -> float:
-        """A number of this run."""
-        return float(self.tape.values[operand.index]) if isinstance(operand, TapeRef) else operand
+_FOREIGN = "the optimizer uses a tensor that is not a parameter, gradient or state of its own"
+_OF_MEMORY = frozenset({"device", "pin_memory", "memory_format", "layout", "non_blocking"})
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in (int, float)
+@lru_cache(maxsize=1 << 12)
+def _result_specs(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    """The Specs of what a function returns for operands of the meta device: Specs, and constants with their types."""
 
+    def example(x: Any) -> Any:
+        if isinstance(x, Spec):
+            return torch.empty(x.shape, dtype=x.dtype, device=_META)
+        return x[1] if x and isinstance(x[0], type) else [example(y) for y in x]
 
-def _is_power(func: Any, value: Any) -> bool:
-    """Whether an integer is an exponent, which selects what is computed."""
-    return base_of(func) == "pow" and isinstance(value, int)
+    with without_modes():
+        return specs_of(func(*map(example, args), **{k: example(v) for k, v in kwargs}))
 
 
 @cache
-def _number_places(func: Any) -> frozenset[str]:
-    """The arguments of an op that may be other numbers in every step, and do not select what is computed."""
-    if base_of(func) not in ARITHMETIC:
-        return frozenset()
-    kinds = {a.name: str(a.type).removeprefix("Optional[").rstrip("]") for a in arguments_of(func)}
-    return frozenset(name for name, kind in kinds.items() if kind in ("number", "Scalar", "Tensor", "float"))
+def _is_view(func: Any) -> bool:
+    return any(x.alias_info is not None for x in returns_of(func))
 
 
-def _takes_numbers(func: Any, name: str) -> bool:
-    return name in _number_places(func)
+@cache
+def _written(func: Any) -> tuple[str, int]:
+    """The argument that an op writes, and its index."""
+    written = [
+        (a.name, i) for i, a in enumerate(arguments_of(func)) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if len(written) != 1:
+        raise untraceable("the optimizer calls an op that writes several tensors", str(func))
+    return written[0]
 
 
-def prepared(record: OptimizerRecord) -> tuple[OptimizerRecord, dict[str, Operand]]:
-    """The record without the ops that fill fresh state with a single number: these tensors become inputs, and the
-    numbers are returned by slot. Its tensors and numbers are renumbered, so that equal runs have equal records."""
-    labels: dict[int, Key] = {index: key for key, index in record.inputs.items()}
-    fills: dict[str, Operand] = {}
-    created = {i: key for key, i in record.outputs.items() if key[0] == "state" and key not in record.inputs}
-    calls: list[OptimizerCall] = []
-    for call in record.calls:
-        first = call.results[0].index if call.results else -1
-        if first in created and call.func.overloadpacket in _FILLS:
-            labels[first] = created.pop(first)
-            fills[labels[first][2]] = _fill_value(call, record)
-        else:
-            calls.append(call)
-    return _renumbered(record, calls, labels), fills
+@cache
+def _without_writes(func: Any) -> Any:
+    """The op that computes what an op writes."""
+    if func is aten.copy_.default:
+        return lambda x, y, *_: y
+    if func is aten.zero_.default:
+        return lambda x: torch.full_like(x, 0)
+    if func is aten.fill_.Scalar:
+        return aten.full_like.default
+    written, index = _written(func)
+    wanted = [(a.name, str(a.type)) for a in arguments_of(func) if index == 0 or a.name != written]
+    packet = getattr(aten, operator_name(func).removesuffix("_"), None)
+    for overload in packet.overloads() if packet is not None and str(func).startswith("aten.") else ():
+        op = getattr(packet, overload)
+        if not is_mutable(op) and [(a.name, str(a.type)) for a in arguments_of(op)] == wanted:
+            return op
+    raise untraceable("the optimizer calls an op that writes, and has no form that does not", str(func))
 
 
-def _fill_value(call: OptimizerCall, record: OptimizerRecord) -> Operand:
-    if (known := _FILL_VALUES.get(base_of(call.func))) is not None:
-        return known
-    numbers = (a for a in call.args[1:] if isinstance(a, (Num, int, float, bool, complex)))
-    value = next(numbers, dict(call.kwargs).get("fill_value"))
-    return record.numbers[value.index] if isinstance(value, Num) else value  # type: ignore[return-value]
-
-
-def _renumbered(record: OptimizerRecord, calls: Sequence[OptimizerCall], labels: Mapping[int, Key]) -> OptimizerRecord:
-    order: dict[int, int] = {}
-    result = OptimizerRecord({k: order.setdefault(i, len(order)) for k, i in sorted((k, i) for i, k in labels.items())})
-    num_of: dict[int, Num] = {}
-
-    def renamed(x: Any) -> Any:
-        if isinstance(x, Ref):
-            return type(x)(order.setdefault(x.index, len(order)))
-        if isinstance(x, Num):
-            if x.index not in num_of:
-                num_of[x.index] = Num(len(num_of))
-                result.numbers.append(record.numbers[x.index])
-            return num_of[x.index]
-        return tuple(renamed(y) for y in x) if isinstance(x, tuple) else x
-
-    for call in calls:
-        args, kwargs = renamed(call.args), tuple((k, renamed(v)) for k, v in call.kwargs)
-        result.calls.append(OptimizerCall(call.func, args, kwargs, renamed(call.results), call.dtypes))
-    result.outputs = {key: order[index] for key, index in record.outputs.items() if index in order}
-    return result
+def outputs_of(
+    tracer: UpdateTracer, tensors: Mapping[Key, Tensor], begun: Container[Key]
+) -> tuple[Outputs, dict[str, Any]]:
+    """The values of a parameter and its state after a step; and by slot what fresh state is filled with, which is an
+    input of the graph. `begun` are the keys of those that the step began with."""
+    tracer.owner_of(*tensors.values())
+    outputs = {key: tracer.value_of(x) for key, x in tensors.items()}
+    inputs: dict[UpdateValue, UpdateValue] = {}
+    fills: dict[str, Any] = {}
+    for key, x in tensors.items():
+        first = tracer.traced(x).first
+        if first is not None and key not in begun:
+            inputs[first], fills[key[1]] = tracer.values.input(key, first.spec), tracer.fills[first]
+    for value in ordered(outputs.values()):
+        if value in tracer.fills and value not in inputs:
+            fill = tracer.fills[value]
+            if isinstance(fill, TapeRef):
+                raise untraceable(
+                    "the optimizer fills a tensor that is no state with a number that changes", str(value.spec)
+                )
+            inputs[value] = tracer.full(value.spec, fill)
+    return tracer.values.replaced(outputs, inputs), fills

@@ -1,32 +1,21 @@
 """The update, captured from the user's own optimizer: a graph for each kind of parameter, and the numbers of each step.
 
-`read_optimizer` traces the optimizer's `step()` on a copy (`optimizer_copy`) and turns what it does to a parameter into
-a graph. Values that Python computes are not in the graph: before every update the tapes of their computation are
-replayed with the present options (`StepNumbers`); the numbers that are passed to ops are inputs of the graph.
+`read_optimizer` traces the optimizer's `step()` on a copy (`optimizer_copy`): what it does to a parameter is a graph.
+Values that Python computes are not in the graph: before every update the tapes of their computation are replayed with
+the present options (`StepNumbers`); the numbers that are passed to ops are inputs of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.optimizer_copy import (
-    Kept,
-    Leaves,
-    OptimizerCopy,
-    Place,
-    Shared,
-    SharedReader,
-    TracedStep,
-    leaves_of,
-    structure_of,
-)
+from meshweave.capture.optimizer_copy import Kept, NumberPath, OptimizerCopy, Options, Place, TracedStep
 from meshweave.capture.optimizer_graph import (
     NumberSource,
     Outputs,
@@ -36,7 +25,6 @@ from meshweave.capture.optimizer_graph import (
     evaluate,
     ordered,
     run_op,
-    values_of,
 )
 from meshweave.capture.optimizer_groups import (
     check_callable,
@@ -45,117 +33,88 @@ from meshweave.capture.optimizer_groups import (
     check_param,
     names_by_id,
 )
-from meshweave.capture.optimizer_tape import Computed, NumberGuard, Replay, untraceable
-from meshweave.capture.optimizer_tracer import Key, OptimizerRecord, prepared
+from meshweave.capture.optimizer_tape import untraceable
 from meshweave.errors import OutdatedUpdate
 from meshweave.ir.graph import Spec
 
 aten = torch.ops.aten
 
-# Steps traced in advance, so that changes during the first steps are in the graph from the start: SGD creates its
-# momentum in the first step, RAdam rectifies from the sixth on.
+# The first steps are traced, and must do the same where they begin alike.
+_TRACED = 3
+# Steps whose numbers are computed in advance, so that other paths in them are in the graph from the start: RAdam
+# rectifies from the sixth step on.
 _AHEAD = 8
+_MOST_PATHS = 5
 _AGAIN = "step.save(path), compile again with it, step.load(path)"
 State = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class NumberPath:
-    """The numbers of a traced step. A step with the same `start` (structure of state, options and attributes), in which
-    all guards among `entries` hold, takes this path; its update is the kind's `variant`.
-
-    `results` are numbers of the record, initial values of state (by slot), state and shared values after the step, with
-    references to the tape; `replay` has their values for those of `inputs`.
-    """
-
-    start: Any
-    inputs: tuple[tuple[Any, ...], ...]
-    entries: tuple[Computed | NumberGuard, ...]
-    results: tuple[Any, ...]
-    fills: tuple[str, ...]
-    slots: tuple[str, ...]
-    places: tuple[Place, ...]
-    variant: int
-    replay: Replay = field(compare=False, repr=False)
-
-    def numbers(self, start: Any, leaves: Leaves) -> PathNumbers | None:
-        """The numbers of a step that begins with the values `leaves`; None if it takes another path."""
-        if start != self.start:
-            return None
-        results = self.replay(*(leaves[key] for key in self.inputs))
-        if results is None:
-            return None
-        numbers, fills, kept, shared = results
-        by_slot = dict(zip(self.fills, fills, strict=True)), dict(zip(self.slots, kept, strict=True))
-        return PathNumbers(self.variant, numbers, *by_slot, dict(zip(self.places, shared, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
 class PathNumbers:
-    """The numbers of a step: of the record of its variant, and by slot and place."""
+    """The numbers of a step that takes the path `index` of its kind: of its graph, and by slot."""
 
-    variant: int
+    index: int
     numbers: Sequence[float]
     fills: Mapping[str, complex]
     kept: Mapping[str, Any]
-    shared: Shared
+
+
+def numbers_of(paths: Iterable[NumberPath], start: Kept, options: Mapping[Place, Any]) -> PathNumbers | None:
+    """The numbers of a step that begins with state `start`; None if it takes none of the paths."""
+    form = start.form
+    for index, path in enumerate(paths):
+        if path.start == form and (results := path.replay(options, start.numbers)) is not None:
+            numbers, fills, kept = results
+            by_slot = dict(zip(path.fills, fills, strict=True)), dict(zip(path.kept, kept, strict=True))
+            return PathNumbers(index, numbers, *by_slot)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateKind:
     """What the optimizer does to some parameters of the same group, shape and dtype.
 
-    `slots`: their state tensors; `paths`: the possible steps; `numbers`: its input numbers; `kept`: the optimizer's own
-    numbers after the first step.
+    `slots`: their state tensors; `paths`: the possible steps, and `variants`: the variant of the graph that each takes;
+    `numbers`: the input numbers; `kept`: the optimizer's own numbers after the first step.
     """
 
     group: int
     slots: Mapping[str, Spec]
     paths: tuple[NumberPath, ...]
+    variants: tuple[int, ...]
     numbers: tuple[NumberSource, ...]
     outputs: Outputs
     kept: Mapping[str, Any]
 
     @property
     def num_variants(self) -> int:
-        return 1 + max(path.variant for path in self.paths)
-
-    def has_numbers_of(self, other: UpdateKind) -> bool:
-        """Whether each step's numbers equal those of another kind."""
-        return (self.group, self.paths, self.numbers) == (other.group, other.paths, other.numbers)
-
-    def step(self, kept: Kept, structure: Any, shared: Leaves) -> PathNumbers | None:
-        """The numbers of a step from a parameter's state; None if no traced step did the same."""
-        start = kept.structure, structure
-        leaves = {**shared, **{(slot,): value for slot, value in kept.numbers.items()}}
-        steps = (path.numbers(start, leaves) for path in self.paths)
-        return next((step for step in steps if step is not None), None)
+        return 1 + max(self.variants)
 
     def inputs_of(self, step: PathNumbers) -> list[float]:
         """The input numbers in a step; 1 for numbers of other variants, which are not used then."""
-        return [_input(number, step) for number in self.numbers]
+        variant = self.variants[step.index]
+        return [_input(number, variant, step.numbers) for number in self.numbers]
 
 
-def _input(number: NumberSource, step: PathNumbers) -> float:
-    for variant, index in number:
+def _input(number: NumberSource, variant: int, numbers: Sequence[float]) -> float:
+    for its_variant, index in number:
         if index < 0:
-            return float(variant == step.variant)
-        if variant == step.variant:
-            return float(step.numbers[index])
+            return float(its_variant == variant)
+        if its_variant == variant:
+            return float(numbers[index])
     return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
     """What an optimizer does to each parameter. `kind_of` maps a parameter's name to its index in `kinds`, `leaders`
-    maps each kind to the first kind with the same numbers in each step. `idle` are groups without trained parameters
-    whose values a step changes."""
+    maps each kind to the first kind with the same numbers in each step. `forms` are those of the optimizer's options
+    (`Options.forms`)."""
 
     name: str
     kinds: tuple[UpdateKind, ...]
     leaders: tuple[int, ...]
-    idle: tuple[UpdateKind, ...]
-    reader: SharedReader = field(hash=False)
+    forms: Mapping[Place, Any] = field(hash=False)
     kind_of: Mapping[str, int] = field(hash=False)
     group_of: Mapping[str, int] = field(hash=False)
 
@@ -187,12 +146,11 @@ class OptimizerSpec:
         """
         index = self.kind_of[name]
         kind = self.kinds[index]
-        places = {number: f"update{self.leaders[index]}.{i}" for i, number in enumerate(kind.numbers)}
-        inputs: dict[Key, Any] = {("param", 0, ""): param, ("grad", 0, ""): grad}
-        inputs |= {("state", 0, slot): value for slot, value in state.items()}
-        numbered = {number: numbers[place] for number, place in places.items()}
-        results = evaluate(kind.outputs, lambda key: inputs[key] if isinstance(key, tuple) else numbered[key], call)
-        return results["param", 0, ""], {key[2]: value for key, value in results.items() if key[0] == "state"}
+        inputs: dict[Any, Any] = {("param", ""): param, ("grad", ""): grad}
+        inputs |= {("state", slot): value for slot, value in state.items()}
+        inputs |= {number: numbers[f"update{self.leaders[index]}.{i}"] for i, number in enumerate(kind.numbers)}
+        results = evaluate(kind.outputs, inputs.__getitem__, call)
+        return results["param", ""], {key[1]: value for key, value in results.items() if key[0] == "state"}
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[int, str]) -> OptimizerSpec:
@@ -208,142 +166,79 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
         check_options(optimizer, index, group)
         for p in group["params"]:
             check_param(p, named, optimizer, index)
-    return _Reading(optimizer, named).spec()
+    own = OptimizerCopy(optimizer, named)
+    states = {named[id(p)]: state for p, state in optimizer.state.items() if state and id(p) in named}
+    fresh = own.trace({name: Kept() for name in own.trained()})
+    starts = {name: kept_of(states.get(name, {}), step.after) for name, step in fresh.items()}
+    is_fresh = all(start == Kept() for start in starts.values())
+    steps = _ahead(own, starts, fresh if is_fresh else own.trace(starts))
+    kinds: dict[Any, UpdateKind] = {}
+    kind_of: dict[str, int] = {}
+    for name, (paths, slots) in steps.items():
+        at, shown = own.group_of[name], starts[name].shown
+        outputs = tuple((id(path.path), tuple(path.outputs.items())) for path in paths)
+        key = at, own.params[name].dtype, repr(slots), outputs, shown
+        if key not in kinds:
+            kinds[key] = _kind(own.values, at, paths, slots, fresh[name].after.numbers)
+        kind_of[name] = [*kinds].index(key)
+    unique = tuple(kinds.values())
+    alike = [(kind.group, kind.paths, kind.variants, kind.numbers, key[-1]) for key, kind in kinds.items()]
+    leaders = tuple(alike.index(same) for same in alike)
+    groups = MappingProxyType({name: own.group_of[name] for name in kind_of})
+    return OptimizerSpec(own.name, unique, leaders, own.options.forms, MappingProxyType(kind_of), groups)
 
 
-@dataclass(slots=True)
-class _Reading:
-    """Reads an optimizer, whose parameters have the names `named`."""
-
-    optimizer: torch.optim.Optimizer
-    named: Mapping[int, str]
-    copy: OptimizerCopy = field(init=False)
-    shared: Shared = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.copy = OptimizerCopy(self.optimizer, self.named)
-        self.shared = self.copy.reader.read()
-
-    def spec(self) -> OptimizerSpec:
-        copy, kinds, kind_of = self.copy, dict[Any, UpdateKind](), dict[str, int]()
-        kept = {self.named[id(p)]: state for p, state in self.optimizer.state.items() if id(p) in self.named}
-        together = copy.trace({name: Kept() for name in copy.trained()}, self.shared)
-        runs = together.tracer.runs(together.owners)
-        for name in copy.trained():
-            param, at, state = copy.params[name], copy.group_of[name], kept.get(name, {})
-            own = {slot: value for slot, value in state.items() if value is not None}
-            key = at, param.shape, param.dtype, repr((sorted(own), sorted(scalars_of(own).items()))), runs[name]
-            if key not in kinds:
-                kinds[key] = self._kind(name, state, together, runs[name])
-            kind_of[name] = [*kinds].index(key)
-        trained = {copy.group_of[name] for name in kind_of}
-        first_of = {at: name for name, at in reversed(copy.group_of.items()) if at not in trained}
-        idle = [kind for name in first_of.values() if (kind := self._idle_kind(name)).paths[0].places]
-        unique, starts = tuple(kinds.values()), [key[3] for key in kinds]
-        leaders = tuple(
-            next(i for i in range(k + 1) if i == k or (starts[i] == starts[k] and kind.has_numbers_of(unique[i])))
-            for k, kind in enumerate(unique)
-        )
-        groups = MappingProxyType({name: copy.group_of[name] for name in kind_of})
-        return OptimizerSpec(copy.name, unique, leaders, tuple(idle), copy.reader, MappingProxyType(kind_of), groups)
-
-    def _kind(self, name: str, state: Mapping[str, Any], together: TracedStep, run: tuple[Any, ...]) -> UpdateKind:
-        first = self.copy.trace({name: Kept()}, self.shared)
-        fresh = first.after(name)
-        alone, changed = first.tracer.runs(dict(first.owners)).get(name), together.changed_now
-        its = {
-            place: x for place, x in changed.items() if place[:2] in self.copy.reader.of_group(self.copy.group_of[name])
+def _ahead(
+    own: OptimizerCopy, starts: Mapping[str, Kept], steps: Mapping[str, TracedStep]
+) -> dict[str, tuple[list[TracedStep], Mapping[str, Spec]]]:
+    """By parameter, the different steps that it takes next, and its state tensors. A step is traced unless all
+    parameters take known paths."""
+    known: dict[str, list[TracedStep]] = {name: [] for name in starts}
+    options = own.options.numbers
+    for i in range(_AHEAD):
+        numbers = {
+            name: numbers_of([step.path for step in known[name]], start, options) for name, start in starts.items()
         }
-        if alone != run or repr(sorted(first.changed_now.items())) != repr(sorted(its.items())):
-            raise untraceable(
-                f"the update of the parameter '{name}' depends on the optimizer's other parameters",
-                "other operations or numbers in step() with it alone than with all",
-                self.copy.name,
-            )
-        return self._ahead(
-            name, kept_of(state, fresh) if state else Kept(), fresh.numbers, first if not state else None
-        )
-
-    def _idle_kind(self, name: str) -> UpdateKind:
-        return self._ahead(name, Kept(), {}, self.copy.trace({name: Kept()}, self.shared, False), False)
-
-    def _ahead(
-        self, name: str, start: Kept, fresh: Mapping[str, Any], first: TracedStep | None, has_grads: bool = True
-    ) -> UpdateKind:
-        """The kind of a parameter, from the steps that it takes next."""
-        paths: list[NumberPath] = []
-        variants: dict[Any, OptimizerRecord] = {}
-        shared, group = self.shared, self.copy.group_of[name]
-        for _ in range(_AHEAD):
-            step = first if first is not None else self.copy.trace({name: start}, shared, has_grads)
-            first = None
-            record, fills = prepared(step.record)
-            variants.setdefault(record.signature, record)
-            structure, leaves = structure_and_leaves(self.copy.reader, shared, group)
-            path = _path(step, name, (start.structure, structure), record, fills, [*variants].index(record.signature))
-            leaves |= {(slot,): value for slot, value in start.numbers.items()}
-            _add(paths, path, step, leaves)
-            after = step.after(name)
-            if removed := sorted(start.tensors.keys() - after.tensors.keys()):
-                raise untraceable("the optimizer removes a state tensor", f"'{removed[0]}' of {name}", self.copy.name)
-            start, shared = after, shared | step.changed_now
-        param = self.copy.params[name]
-        shape = Spec(tuple(param.shape), param.dtype)
-        specs: dict[Key, Spec] = {("param", 0, ""): shape, ("grad", 0, ""): shape}
-        specs |= {("state", 0, slot): spec for slot, spec in start.tensors.items()}
-        outputs = _merged(Values(), [*variants.values()], specs)
-        sources = [
-            v.args[0] for v in ordered(outputs.values()) if v.target is None and isinstance(v.args[0], frozenset)
-        ]
-        return UpdateKind(group, dict(start.tensors), tuple(paths), tuple(sources), outputs, fresh)
+        if i and (i < _TRACED or None in numbers.values()):
+            steps = own.trace(starts)
+        for name in starts if i < _TRACED or None in numbers.values() else ():
+            taken, step = numbers[name], steps[name]
+            if taken is None:
+                known[name].append(step)
+            elif not known[name][taken.index].equals(step):
+                raise untraceable(
+                    "the optimizer does something else in a step than in an equal step before", name, own.name
+                )
+            if len(known[name]) > _MOST_PATHS:
+                raise untraceable(
+                    "step() takes another path from step to step: int(), math or many branches", name, own.name
+                )
+        starts = {
+            name: Kept(known[name][taken.index].after.tensors, taken.kept) if taken is not None else steps[name].after
+            for name, taken in numbers.items()
+        }
+    return {name: (paths, starts[name].tensors) for name, paths in known.items()}
 
 
-def structure_and_leaves(reader: SharedReader, shared: Shared, group: int) -> tuple[tuple[Any, ...], Leaves]:
-    """The options of a group and the attributes of its optimizer: what of them must be as traced, and the values."""
-    places = ((*key, name) for key in reader.of_group(group) for name in reader.names[key])
-    leaves = [leaf for place in places if place in shared for leaf in leaves_of(place, shared[place])]
-    return structure_of(leaves), dict(leaves)
+def _kind(
+    values: Values, group: int, steps: Sequence[TracedStep], slots: Mapping[str, Spec], kept: Mapping[str, Any]
+) -> UpdateKind:
+    """The kind of a parameter that takes these steps."""
+    variants: list[Outputs] = []
+    for step in steps:
+        if step.outputs not in variants:
+            variants.append(step.outputs)
+    outputs = _merged(values, variants)
+    leaves = [v.args[0] for v in ordered(outputs.values()) if v.target is None]
+    sources = tuple(leaf for leaf in leaves if isinstance(leaf, frozenset))
+    paths, taken = tuple(step.path for step in steps), tuple(variants.index(step.outputs) for step in steps)
+    return UpdateKind(group, dict(slots), paths, taken, sources, outputs, kept)
 
 
-def _path(
-    step: TracedStep, name: str, start: Any, record: OptimizerRecord, fills: Mapping[str, Any], variant: int
-) -> NumberPath:
-    kept = step.left[name].numbers
-    results = tuple(record.numbers), tuple(fills.values()), tuple(kept.values()), tuple(step.changed.values())
-    tensors = [i for i in range(step.tape.num_inputs) if isinstance(step.tape.values[i], Tensor)]
-    replay = step.tape.compiled(tensors, results)
-    inputs, entries = tuple(step.inputs), tuple(step.tape.entries)
-    return NumberPath(start, inputs, entries, results, tuple(fills), tuple(kept), tuple(step.changed), variant, replay)
-
-
-def _add(paths: list[NumberPath], path: NumberPath, step: TracedStep, leaves: Leaves) -> None:
-    """Add a path, unless a known path is taken by the step that was traced: then both must have the same numbers."""
-    for known in paths:
-        numbers = known.numbers(path.start, leaves)
-        if numbers is not None:
-            expected = [*map(step.now, path.results)]
-            replayed = [
-                numbers.numbers,
-                [*numbers.fills.values()],
-                [*numbers.kept.values()],
-                [*numbers.shared.values()],
-            ]
-            if known.variant != path.variant or repr([*map(list, replayed)]) != repr([*map(list, expected)]):  # type: ignore[arg-type]
-                raise untraceable("the optimizer computes other numbers in a step than in an equal step before")
-            return
-        pairs = zip_longest(known.entries, path.entries)
-        a, b = next(((a, b) for a, b in pairs if a != b), (None, None))
-        is_exact = isinstance(a, NumberGuard) and isinstance(b, NumberGuard) and a.is_exact and b.is_exact
-        if known.start == path.start and is_exact and (a.function, a.args) == (b.function, b.args):  # type: ignore[union-attr]
-            got = f"{a.function.__name__}() was {a.expected!r} and then {b.expected!r}"  # type: ignore[union-attr]
-            raise untraceable("int(), float() or a function of math takes a number that changes from step to step", got)
-    paths.append(path)
-
-
-def _merged(values: Values, variants: Sequence[OptimizerRecord], specs: Mapping[Key, Spec]) -> Outputs:
+def _merged(values: Values, variants: Sequence[Outputs]) -> Outputs:
     """The outputs of an update in all variants. A slot that a variant lacks has the value that the variant leaves
     there."""
-    each = [values_of(values, record, specs, _numbers_of(values, v)) for v, record in enumerate(variants)]
+    each = [values.replaced(outputs, _sources(values, outputs, v)) for v, outputs in enumerate(variants)]
     result = each[-1]
     for v, outputs in reversed(list(enumerate(each[:-1]))):
         number = values.input(frozenset({(v, -1)}), Spec((), torch.float64))
@@ -352,8 +247,10 @@ def _merged(values: Values, variants: Sequence[OptimizerRecord], specs: Mapping[
     return result
 
 
-def _numbers_of(values: Values, variant: int) -> Callable[[int], UpdateValue]:
-    return lambda index: values.input(frozenset({(variant, index)}), Spec((), torch.float64))
+def _sources(values: Values, outputs: Outputs, variant: int) -> dict[UpdateValue, UpdateValue]:
+    """The numbers of a variant as inputs of the merged graph."""
+    numbers = [v for v in ordered(outputs.values()) if v.target is None and isinstance(v.args[0], int)]
+    return {v: values.input(frozenset({(variant, v.args[0])}), Spec((), torch.float64)) for v in numbers}
 
 
 def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -443,7 +340,6 @@ class StepNumbers:
     ) -> None:
         named = names_by_id(names)
         self.spec, self._optimizer = spec, optimizer
-        self._reader = SharedReader(optimizer, spec.reader.names, spec.reader.known)
         self._named = {named[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         self._members = {k: spec.members(k) for k in spec.leaders}
         self._kept: dict[str, Kept] = {}
@@ -465,7 +361,6 @@ class StepNumbers:
         known: dict[Any, Kept] = {}
         self._kept = {n: known.setdefault((k, kept[n].shown), kept[n]) for n, k in self._leaders()}
         self._after: dict[str, Kept] = {}
-        self._shared: Shared = {}
         self.stepped = {name for name, own in self._kept.items() if own.tensors or own.numbers}
 
     def _leaders(self) -> Iterable[tuple[str, int]]:
@@ -480,32 +375,33 @@ class StepNumbers:
         """
         numbers: dict[str, float] = {}
         fills: dict[tuple[str, str], complex] = {}
-        if new := self._reader.added():
-            raise OutdatedUpdate("the optimizer has options or attributes that are new", where=self.spec.name, got=new)
-        self._after, changes, shared = {}, list[Shared](), self._reader.read()
-        groups = {kind.group for kind in (*self.spec.kinds, *self.spec.idle)}
-        of_group = {group: structure_and_leaves(self._reader, shared, group) for group in groups}
+        options, self._after = Options.of(self._optimizer), {}
+        if options.forms != self.spec.forms:
+            raise self._other_options(options)
         for k, members in self._members.items():
             kind = self.spec.kinds[k]
             names = members if updated is None else [name for name in members if name in updated]
-            step = kind.step(self._kept_by_all(names or members[:1]), *of_group[kind.group])
+            step = numbers_of(kind.paths, self._kept_by_all(names or members[:1]), options.numbers)
             if step is None:
-                raise self._changed(kind, (names or members)[0])
-            after = Kept(kind.slots, step.kept)
-            self._after |= dict.fromkeys(names, after)
-            changes.append(step.shared)
+                raise self._changed(
+                    f"param_groups[{kind.group}], parameter {(names or members)[0]}",
+                    "other operations in step(): an option was switched on or off (0 and nonzero differ)",
+                )
+            self._after |= dict.fromkeys(names, Kept(kind.slots, step.kept))
             numbers |= {f"update{k}.{i}": x for i, x in enumerate(kind.inputs_of(step))}
             fills |= {(slot, name): x for slot, x in step.fills.items() for name in names}
-        for kind in self.spec.idle:
-            step = kind.step(Kept(), *of_group[kind.group])
-            if step is None:
-                raise self._changed(kind, "(frozen)")
-            changes.append(step.shared)
-        self._shared = {}
-        for place, value in (entry for its in changes for entry in its.items()):
-            if repr(self._shared.setdefault(place, value)) != repr(value):
-                raise self._changed(self.spec.kinds[0], f"{place[2]} = {value!r}")
         return numbers, fills
+
+    def _other_options(self, options: Options) -> OutdatedUpdate:
+        before, now = self.spec.forms, options.forms
+        place = next(
+            place
+            for place in {**before, **now}
+            if place not in now or place not in before or before[place] != now[place]
+        )
+        return self._changed(
+            f"{place[0]} {place[1]}", f"{place[2]}: {before.get(place)!r} has become {now.get(place)!r}"
+        )
 
     def _kept_by_all(self, names: Collection[str]) -> Kept:
         """What each of some parameters of the same kind keeps. OutdatedUpdate if they differ."""
@@ -525,8 +421,7 @@ class StepNumbers:
         """Record that the step of the last `next()` was taken."""
         self._kept |= self._after
         self.stepped.update(name for name, after in self._after.items() if after.tensors or after.numbers)
-        self._reader.write(self._shared)
-        self._after, self._shared = {}, {}
+        self._after = {}
 
     def kept(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """What the optimizer's code keeps for some parameters beside their tensors, in its own form."""
@@ -555,11 +450,11 @@ class StepNumbers:
 
         self._begin_with({name: loaded(name) for name, _ in self._leaders()})
 
-    def _changed(self, kind: UpdateKind, name: str) -> OutdatedUpdate:
+    def _changed(self, place: str, got: str) -> OutdatedUpdate:
         return OutdatedUpdate(
             "the optimizer's options require another update than the compiled one",
-            where=f"{self.spec.name}, param_groups[{kind.group}], parameter {name}",
-            got="other operations in step(): an option was switched on or off (0 and nonzero differ)",
+            where=f"{self.spec.name}, {place}",
+            got=got,
             expected="the operations of the step that was compiled; numbers may change",
             hint=_AGAIN,
         )
