@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ from meshweave.capture.optimizer_graph import Key, Outputs, UpdateValue, Values
 from meshweave.capture.optimizer_groups import name_of, parts_of
 from meshweave.capture.optimizer_tape import Number, Replay, Tape, line_of, untraceable
 from meshweave.capture.optimizer_tracer import UpdateTracer, outputs_of
-from meshweave.errors import CaptureError, MeshweaveError
+from meshweave.errors import CaptureError
 from meshweave.interop.optimizer import make_state
 from meshweave.interop.storages import storage_key
 from meshweave.ir.graph import Spec
@@ -75,9 +76,8 @@ class Options:
             for place, x in _leaves((*key, name), value):
                 if is_number(x):
                     numbers[place] = x
-                    forms[place] = x.dtype if isinstance(x, Tensor) else "number"
-                elif isinstance(x, _PLAIN):
-                    forms[place] = x
+                if place in numbers or isinstance(x, _PLAIN):
+                    forms[place] = form_of(x)
 
 
 def _leaves(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
@@ -273,16 +273,13 @@ def _now(tape: Tape, value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-class _errors:
+@contextmanager
+def _errors(name: str) -> Iterator[None]:
     """Turns an error of the traced optimizer into a CaptureError with its line."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, MeshweaveError):
-            what = f"the step of the optimizer {self.name} cannot be captured"
-            raise CaptureError(what, where=line_of(error), got=f"{type(error).__name__}: {error}") from error
+    try:
+        yield
+    except CaptureError as error:
+        raise untraceable(error.what, error.got, error.where or line_of(error)) from error
+    except Exception as error:
+        what = f"the step of the optimizer {name} cannot be captured"
+        raise CaptureError(what, where=line_of(error), got=f"{type(error).__name__}: {error}") from error

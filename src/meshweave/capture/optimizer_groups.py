@@ -179,17 +179,6 @@ def check_param(param: Tensor, named: Mapping[int, str], optimizer: torch.optim.
         )
 
 
-def check_options(optimizer: torch.optim.Optimizer, index: int, group: Mapping[str, Any]) -> None:
-    """Raises PlanError for an option of a group that is not supported."""
-    if group.get("differentiable"):
-        raise PlanError(
-            "the option 'differentiable' is not supported",
-            where=f"{name_of(optimizer)}, param_groups[{index}]",
-            got="differentiable=True",
-            hint="leave differentiable=False",
-        )
-
-
 class OptimizerGuard:
     """The guard of a compiled step's optimizer."""
 
@@ -198,7 +187,7 @@ class OptimizerGuard:
         self.params = [list(group["params"]) for group in optimizer.param_groups]
 
     def check(self) -> None:
-        """Raises OutdatedUpdate for changes; PlanError for hooks and options that are not supported."""
+        """Raises OutdatedUpdate for changes; PlanError for hooks."""
         check_hooks(self.optimizer)
         groups = self.optimizer.param_groups
         if not _equal([group["params"] for group in groups], self.params):
@@ -210,8 +199,6 @@ class OptimizerGuard:
                 expected=f"{len(self.params)} groups",
                 hint="step.save(path), compile again with it, step.load(path)",
             )
-        for i, group in enumerate(groups):
-            check_options(self.optimizer, i, group)
 
 
 def _equal(now: Any, before: Any) -> bool:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,14 +26,6 @@ _OURS = str(Path(__file__).parents[1])
 _WRAPPERS = (f"{_OPTIM}/optimizer.py", f"{_OPTIM}/lr_scheduler.py")
 # Functions of tensors whose results do not depend on elements.
 _OF_FORM = frozenset({"__get__", "__hash__", "dim", "numel", "size", "is_complex", "is_floating_point"})
-
-
-def user_code_line() -> str:
-    """The innermost current line of an optimizer's code: not of meshweave, and of torch only torch.optim."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_optimizer_code(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def line_of(error: BaseException) -> str:
@@ -56,7 +46,7 @@ def _is_optimizer_code(filename: str) -> bool:
 
 
 def untraceable(what: str, got: str = "", where: str = "") -> CaptureError:
-    return CaptureError(what, where=where or user_code_line(), got=got)
+    return CaptureError(what, where=where, got=got)
 
 
 def flat(*values: Any) -> list[Any]:
@@ -82,28 +72,46 @@ class TapeRef:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """`function(*args, **kwargs)`, which is a new value, or for a guard has to be `expected`."""
+    """`function(*args, **kwargs)`, which is the value `index`, or, for a guard, has to be `expected` before this value
+    is computed."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...] = ()
-    result: int | None = None
+    kwargs: tuple[tuple[str, Any], ...]
+    index: int
+    is_guard: bool = False
     expected: Any = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """A function that computes numbers again from options of groups and attributes (`options`) and values of a
-    parameter's state (`slots`)."""
+    """Computes numbers again from options of groups and attributes (`options`) and values of a parameter's state
+    (`slots`). References are indices into the values of inputs and of `entries`, in their order."""
 
     options: tuple[Any, ...]
     slots: tuple[str, ...]
-    text: str
-    run: Callable[..., Any] = field(repr=False)
+    entries: tuple[Entry, ...]
+    results: Any
 
     def __call__(self, options: Mapping[Any, Any], state: Mapping[str, Any]) -> Any:
         """The numbers; None where a guard does not hold."""
-        return self.run(*[options[key] for key in self.options], *[state[slot] for slot in self.slots])
+        values = [*(options[key] for key in self.options), *(state[slot] for slot in self.slots)]
+        values = [x.clone() if isinstance(x, Tensor) else x for x in values]
+        for entry in self.entries:
+            args = [values[x.index] if type(x) is TapeRef else _valued(x, values) for x in entry.args]
+            kwargs = {k: _valued(v, values) for k, v in entry.kwargs} if entry.kwargs else {}
+            result = entry.function(*args, **kwargs)
+            if not entry.is_guard:
+                values.append(result)
+            elif result != entry.expected:
+                return None
+        return _valued(self.results, values)
+
+
+def _valued(x: Any, values: Sequence[Any]) -> Any:
+    if type(x) is TapeRef:
+        return values[x.index]
+    return type(x)([_valued(y, values) for y in x]) if type(x) in (tuple, list) else x
 
 
 @dataclass(slots=True)
@@ -115,7 +123,7 @@ class Tape:
     values: list[Any] = field(default_factory=list)
     owners: list[Owner] = field(default_factory=list)
     inputs: dict[int, Any] = field(default_factory=dict)  # the option or slot of a value
-    entries: dict[int, Entry] = field(default_factory=dict)  # that compute values
+    entries: dict[int, Entry] = field(default_factory=dict)  # that compute values, by index
     guards: dict[Owner, dict[Any, Entry]] = field(default_factory=dict)
     _tensors: dict[int, TapeRef] = field(default_factory=dict)  # by id; `values` keeps them alive
     _computed: dict[Any, Number] = field(default_factory=dict)  # each result of Python's arithmetic once
@@ -210,71 +218,49 @@ class Tape:
     def _guard(self, function: Callable[..., Any], refs: tuple[Any, ...], result: Any, kwargs: Any = ()) -> None:
         owner = self.owner_of((refs, [v for _, v in kwargs]))
         key = function, repr((refs, kwargs))
-        self.guards.setdefault(owner, {}).setdefault(key, Entry(function, refs, kwargs, None, result))
+        self.guards.setdefault(owner, {}).setdefault(key, Entry(function, refs, kwargs, len(self.values), True, result))
 
     def replay(self, name: str, results: Any, known: dict[Any, Replay]) -> Replay:
         """What computes `results` (references and constants, in tuples) for a parameter, with the guards on its
-        options and state. `known`: replays with the same text, each of which is compiled once."""
+        options and state. `known` has each replay once."""
         guards = [x for owner in (None, self.group_of[name], name) for x in self.guards.get(owner, {}).values()]
-        needed, stack = set[int](), flat(results, [g.args for g in guards])
+        needed, stack = set[int](), flat(results, *(g.args for g in guards))
         while stack:
             x = stack.pop()
             if isinstance(x, TapeRef) and x.index not in needed:
                 needed.add(x.index)
                 if (entry := self.entries.get(x.index)) is not None:
-                    stack += flat(entry.args, [v for _, v in entry.kwargs])
-        options = sorted(i for i in needed if i in self.inputs and self.owners[i] != name)
+                    stack += flat(entry.args, *(v for _, v in entry.kwargs))
         slots = sorted(i for i in needed if i in self.inputs and self.owners[i] == name)
-        # What all parameters of a group share comes first: its place does not depend on the parameter.
-        computed = sorted((i for i in needed if i in self.entries), key=lambda i: (i not in self._shared, i))
-        return self._compiled([*options, *slots], computed, guards, results, known, len(options))
+        options = sorted(i for i in needed if i in self.inputs and self.owners[i] != name)
+        entries = [*guards, *(self.entries[i] for i in needed if i in self.entries)]
+        entries.sort(key=lambda e: (not self._is_shared(e), e.index, not e.is_guard))
+        order = {i: n for n, i in enumerate((*options, *slots, *(e.index for e in entries if not e.is_guard)))}
 
-    def _compiled(
-        self,
-        inputs: Sequence[int],
-        computed: Sequence[int],
-        guards: Sequence[Entry],
-        results: Any,
-        known: dict[Any, Replay],
-        num_options: int,
-    ) -> Replay:
-        names = {i: f"v{number}" for number, i in enumerate((*inputs, *computed))}
-        constants: list[Any] = []
-
-        def text(x: Any) -> str:
+        def renumbered(x: Any) -> Any:
             if isinstance(x, TapeRef):
-                return names[x.index]
-            if isinstance(x, (tuple, list)):
-                inner = "".join(f"{text(y)}, " for y in x)
-                return f"({inner})" if isinstance(x, tuple) else f"[{inner}]"
-            constants.append(x)
-            return f"c{len(constants) - 1}"
+                return TapeRef(order[x.index])
+            return type(x)(map(renumbered, x)) if isinstance(x, (tuple, list)) else x
 
-        def called(entry: Entry) -> str:
-            args = [text(x) for x in entry.args]
-            if symbol := _SYMBOLS.get(entry.function):
-                return f"{args[0]} {symbol} {args[1]}"
-            return f"{text(entry.function)}({', '.join([*args, *(f'{k}={text(v)}' for k, v in entry.kwargs)])})"
+        described = tuple(
+            Entry(e.function, renumbered(e.args), renumbered(e.kwargs), 0, e.is_guard, e.expected) for e in entries
+        )
+        read = tuple(self.inputs[i] for i in options), tuple(self.inputs[i] for i in slots)
+        replay = Replay(*read, described, renumbered(results))
+        return known.setdefault(repr((read, [(_shown(e.args), e) for e in described], _shown(replay.results))), replay)
 
-        lines = [f"def replay({', '.join(names[i] for i in inputs)}):"]
-        lines += [f"{names[i]} = {names[i]}.clone()" for i in inputs if isinstance(self.values[i], Tensor)]
-        waiting, order = list(guards), {i: place for place, i in enumerate(computed)}
-        ready = [
-            max((order.get(x.index, -1) for x in flat(g.args) if isinstance(x, TapeRef)), default=-1) for g in waiting
-        ]
-        for place in range(-1, len(computed)):
-            if place >= 0:
-                lines.append(f"{names[computed[place]]} = {called(self.entries[computed[place]])}")
-            checks = [g for g, when in zip(waiting, ready, strict=True) if when == place]
-            lines += [f"if ({called(g)}) != {text(g.expected)}: return None" for g in checks]
-        lines.append(f"return {text(results)}")
-        keys = tuple(self.inputs[i] for i in inputs)
-        signature = keys, num_options, tuple(lines), repr(constants)
-        if signature not in known:
-            scope = {f"c{i}": x for i, x in enumerate(constants)}
-            exec(compile("\n    ".join(lines), "<meshweave: numbers of an update>", "exec"), scope)  # own names only
-            known[signature] = Replay(keys[:num_options], keys[num_options:], "\n".join(lines), scope["replay"])
-        return known[signature]
+    def _is_shared(self, entry: Entry) -> bool:
+        """Whether all parameters of a group have an entry, wherever on the tape."""
+        if entry.is_guard:
+            return all(x.index in self._shared for x in flat(entry.args) if isinstance(x, TapeRef))
+        return entry.index in self._shared
+
+
+def _shown(x: Any) -> Any:
+    """A value whose text has all digits of tensors."""
+    if isinstance(x, Tensor):
+        return str(x.dtype), x.shape, x.item()
+    return type(x)(map(_shown, x)) if isinstance(x, (tuple, list)) else x
 
 
 def plain(x: Any) -> Any:
@@ -351,7 +337,3 @@ def _define() -> None:
 
 
 _define()
-_SYMBOLS: Mapping[Any, str] = {
-    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**",
-    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
-}  # fmt: skip

@@ -88,7 +88,7 @@ class _Functions(TorchFunctionMode):
         if func in _READS:
             raise untraceable("control flow, or a number of Python, depends on values of tensors", func.__name__)
         if func == _SET_DATA:
-            return tracer.assign(*args)
+            raise untraceable("the optimizer assigns the data of a tensor")
         if func is Tensor.__setitem__ and _is_mask(args[1]) and not isinstance(args[2], Tensor):
             func = Tensor.masked_fill_
             has_number = True
@@ -159,13 +159,6 @@ class UpdateTracer(DispatchMode):
 
     def _operands(self, *values: Any) -> list[Traced]:
         return [traced for x in flat(*values) if (traced := self.find(x)) is not None]
-
-    def assign(self, tensor: Tensor, value: Tensor) -> None:
-        """`tensor.data = value`: from now on both are the same memory."""
-        if self.find(value) is None or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
-            raise untraceable("the optimizer assigns other data to a tensor than values of its form", str(value.dtype))
-        _SET_DATA(tensor, value)
-        self.know(tensor, self.value_of(value), self.owner_of(tensor, value))
 
     def _conformed(self, result: Tensor, spec: Spec) -> UpdateValue:
         """The value of a result in the form of the tensor into which it is written."""

@@ -29,7 +29,6 @@ from meshweave.capture.optimizer_graph import (
 from meshweave.capture.optimizer_groups import (
     check_callable,
     check_hooks,
-    check_options,
     check_param,
     names_by_id,
 )
@@ -156,14 +155,13 @@ class OptimizerSpec:
 def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[int, str]) -> OptimizerSpec:
     """Read `optimizer`. `names` is the model, or a map from id(parameter) to its name.
 
-    Raises PlanError for an optimizer whose step needs a closure, unsupported options, hooks, and parameters that the
+    Raises PlanError for an optimizer whose step needs a closure, hooks, and parameters that the
     model lacks; CaptureError, with the line, for a step that cannot be traced.
     """
     check_callable(optimizer)
     check_hooks(optimizer)
     named = names_by_id(names)
     for index, group in enumerate(optimizer.param_groups):
-        check_options(optimizer, index, group)
         for p in group["params"]:
             check_param(p, named, optimizer, index)
     own = OptimizerCopy(optimizer, named)
