@@ -273,6 +273,44 @@ def test_numbers_are_those_of_each_step() -> None:
     assert compared(Scheduled([model.w, model.v, model.b]), model, 7) <= 1e-12
 
 
+def lr_of(optimizer: Any) -> float:
+    return optimizer.param_groups[0]["lr"]  # type: ignore[no-any-return]
+
+
+def kept_by(optimizer: Any, p: Tensor, fill: Callable[[Tensor], Tensor]) -> Tensor:
+    """A slot of state, filled in the first step."""
+    return optimizer.state[p].setdefault("kept", fill(p))  # type: ignore[no-any-return]
+
+
+# What users write in a step, with the rate, which is another number in every step.
+USES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "number - tensor": lambda o, p: p.copy_(1 - lr_of(o) - p),
+    "number / tensor": lambda o, p: p.add_(lr_of(o) / (p.abs() + 1)),
+    "number ** tensor": lambda o, p: p.add_(lr_of(o) ** p.abs()),
+    "number < tensor": lambda o, p: p.mul_((lr_of(o) < p) * 0.5 + 0.5),
+    "in place": lambda o, p: p.__iadd__(lr_of(o)).__imul__(lr_of(o)).__isub__(lr_of(o)).__itruediv__(lr_of(o)),
+    "a choice": lambda o, p: p.copy_(torch.where(p > 0, p * 0.9, lr_of(o))),
+    "a choice by a method": lambda o, p: p.copy_(p.where(p > 0, lr_of(o))),
+    "a mask": lambda o, p: p.__setitem__(p > 0.5, lr_of(o)),  # type: ignore[operator]
+    "a quotient rounded": lambda o, p: p.sub_(torch.div(p, lr_of(o), rounding_mode="floor"), alpha=0.001),
+    "16 bits": lambda o, p: p.sub_(p.bfloat16().mul_(lr_of(o)).to(p.dtype)),
+    "state filled with a number": lambda o, p: p.sub_(kept_by(o, p, lambda p: torch.full_like(p, lr_of(o))).mul_(0.5)),
+    "state without values": lambda o, p: p.sub_(kept_by(o, p, torch.empty_like).copy_(p), alpha=0.1),
+    "a copy as state": lambda o, p: p.sub_(kept_by(o, p, lambda p: p.detach().clone()).lerp_(p, 0.1), alpha=0.1),
+    "another gradient": lambda o, p: setattr(p, "grad", p.grad * 2),  # type: ignore[operator]
+    "the largest": lambda o, p: p.mul_((p.abs() >= p.abs().reshape(-1).topk(1)[0]).to(p.dtype)),
+    "text": lambda o, p: f"{lr_of(o):.3f} {p.shape} {o.state[p]['count']}",
+    "a late branch": lambda o, p: p.mul_(0.5 if o.state[p]["count"] > 5 else 0.75),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_a_step_does_with_numbers_is_captured(use: str) -> None:
+    model = Toy(torch.float64)
+    kind = type("Using", (Lion,), {"look": lambda o, p: (USES[use](o, p), 0.0)[1]})
+    assert compared(kind([model.w, model.v, model.b]), model, 8) <= 1e-12
+
+
 def test_what_is_noted_on_a_parameter_counts() -> None:
     model = Toy(torch.float64)
     model.v.is_slow = True  # type: ignore[union-attr, assignment]
@@ -357,6 +395,18 @@ class Rooted(Lion):
         return p.mul_(math.sqrt(1 - 0.9 ** self.state[p]["count"]))  # type: ignore[return-value]
 
 
+class Late(Lion):
+    def look(self, p: Tensor) -> float:
+        if self.state[p]["count"] == 2:
+            self.state[p]["late"] = torch.ones_like(p)
+        return 0.0
+
+
+class Rounded(Lion):
+    def look(self, p: Tensor) -> float:
+        return p.mul_(1 - 0.1 * int(self.state[p]["count"] / 3))  # type: ignore[return-value]
+
+
 class Reshaping(Lion):
     def look(self, p: Tensor) -> float:
         return p.mul(0.5).unsqueeze_(0)  # type: ignore[return-value]
@@ -437,7 +487,7 @@ EAGER: dict[str, tuple[Make, str]] = {
     "random": (lambda m: Noisy(m.parameters()), r"draws random numbers\n  where: .*test_optimizers\.py:\d+ in look"),
     "together": (lambda m: Together(m.parameters()), "combines the values of several parameters"),
     "aliases": (lambda m: Aliasing(m.parameters()), "keeps two values in one memory\n  where: Aliasing"),
-    "removed": (lambda m: Forgetful(m.parameters()), r"removes a state tensor\n.*\n.*'kept' of w"),
+    "removed": (lambda m: Forgetful(m.parameters()), r"removes a state tensor after its first step\n.*\n.*'kept' of w"),
     "data": (lambda m: Elsewhere(m.parameters()), r"assigns the data of a tensor\n  where: .*in look"),
     "own tensors": (
         lambda m: Foreign(m.parameters()),
@@ -445,6 +495,8 @@ EAGER: dict[str, tuple[Make, str]] = {
     ),
     "a slice": (lambda m: Sliced(m.parameters()), "written through a part of it"),
     "a shape": (lambda m: Reshaping(m.parameters()), "changes the shape of a tensor in place"),
+    "late": (lambda m: Late(m.parameters()), "creates or removes a state tensor after its first step"),
+    "int": (lambda m: Rounded(m.parameters()), "takes another path from step to step"),
     "math": (lambda m: Rooted(m.parameters()), "takes another path from step to step"),
     "lists": (lambda m: OnLists(m.parameters()), "ops on lists of tensors"),
     "of a global": (lambda m: Global(m.parameters()), "something else in a step than in an equal step before"),

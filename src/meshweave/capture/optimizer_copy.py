@@ -221,8 +221,10 @@ class OptimizerCopy:
                 tensors["state", slot] = value
             elif value is not None:
                 numbers[slot] = _number(tape, value, f"state['{slot}'] of {name}")
-        if removed := {slot for kind, slot in begun if kind == "state"} - {slot for _, slot in tensors}:
-            raise untraceable("the optimizer removes a state tensor", f"'{min(removed)}' of {name}", self.name)
+        slots = {slot for kind, slot in tensors if kind == "state"}
+        if (start.tensors or start.numbers) and (other := slots ^ start.tensors.keys()):
+            what = "the optimizer creates or removes a state tensor after its first step"
+            raise untraceable(what, f"'{min(other)}' of {name}", self.name)
         memory = [*map(storage_key, tensors.values()), *(id(x) for x in numbers.values() if isinstance(x, Tensor))]
         refs = [ref.index for x in numbers.values() if isinstance(x, Tensor) and (ref := tape.ref_of(x))]
         if len(memory) != len({*memory}) or len(refs) != len({*refs}):
@@ -260,7 +262,7 @@ def _text(value: Any) -> str:
 def _number(tape: Tape, value: Any, where: str) -> Any:
     """A value of state after a step that is no tensor of the graph."""
     is_tensor = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
-    if not is_tensor and type(value) is not Number and type(value) not in _PLAIN:
+    if not is_tensor and type(value) is not Number and type(value) not in (bool, int, float):
         got = f"a {type(value).__name__}"
         raise untraceable("the optimizer keeps a value that is no number and no tensor of a parameter", got, where)
     return value

@@ -60,6 +60,7 @@ def flat(*values: Any) -> list[Any]:
     return items
 
 
+_EXACT = frozenset({float, int, operator.index, hash})  # plain values, rather than comparisons
 Owner = str | int | None  # whose a number is: a parameter's (its name), a group's (its index), or all groups'
 
 
@@ -106,6 +107,15 @@ class Replay:
             elif result != entry.expected:
                 return None
         return _valued(self.results, values)
+
+    def differs_exactly(self, other: Replay) -> bool:
+        """Whether both take the plain value of the same number, and it was another."""
+        taken = {(e.function, repr(e.args)): e.expected for e in self.entries if e.function in _EXACT}
+        return any(
+            taken.get((e.function, repr(e.args)), e.expected) != e.expected
+            for e in other.entries
+            if e.function in _EXACT
+        )
 
 
 def _valued(x: Any, values: Sequence[Any]) -> Any:

@@ -207,7 +207,9 @@ def _ahead(
                 raise untraceable(
                     "the optimizer does something else in a step than in an equal step before", name, own.name
                 )
-            if len(known[name]) > _MOST_PATHS:
+            others = [path for path in known[name][:-1] if path.path.start == known[name][-1].path.start]
+            is_exact = any(path.path.replay.differs_exactly(known[name][-1].path.replay) for path in others)
+            if is_exact or len(known[name]) > _MOST_PATHS:
                 raise untraceable(
                     "step() takes another path from step to step: int(), math or many branches", name, own.name
                 )
