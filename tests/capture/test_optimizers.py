@@ -407,6 +407,13 @@ class Rounded(Lion):
         return p.mul_(1 - 0.1 * int(self.state[p]["count"] / 3))  # type: ignore[return-value]
 
 
+class OfRows(Lion):
+    def look(self, p: Tensor) -> float:
+        if p.dim() == 2:
+            p[p[:, 0] > 0] = self.param_groups[0]["lr"]
+        return 0.0
+
+
 class Reshaping(Lion):
     def look(self, p: Tensor) -> float:
         return p.mul(0.5).unsqueeze_(0)  # type: ignore[return-value]
@@ -493,6 +500,7 @@ EAGER: dict[str, tuple[Make, str]] = {
         lambda m: Foreign(m.parameters()),
         r"not a parameter, gradient or state of its own\n  where: .*in look",
     ),
+    "a mask of rows": (lambda m: OfRows(m.parameters()), "an argument of an op without a row"),
     "a slice": (lambda m: Sliced(m.parameters()), "written through a part of it"),
     "a shape": (lambda m: Reshaping(m.parameters()), "changes the shape of a tensor in place"),
     "late": (lambda m: Late(m.parameters()), "creates or removes a state tensor after its first step"),

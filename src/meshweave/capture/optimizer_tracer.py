@@ -89,9 +89,8 @@ class _Functions(TorchFunctionMode):
             raise untraceable("control flow, or a number of Python, depends on values of tensors", func.__name__)
         if func == _SET_DATA:
             raise untraceable("the optimizer assigns the data of a tensor")
-        if func is Tensor.__setitem__ and _is_mask(args[1]) and not isinstance(args[2], Tensor):
-            func = Tensor.masked_fill_
-            has_number = True
+        if func is Tensor.__setitem__ and _is_mask(*args[:2]) and not isinstance(args[2], Tensor):
+            func, has_number = Tensor.masked_fill_, True
         if func is Tensor.where and len(args) == 3:
             func, args = torch.where, (args[1], args[0], args[2])
         is_choice = func is torch.where and len(args) == 3
@@ -103,8 +102,9 @@ def _has_dims(args: Any, kwargs: Any) -> bool:
     return isinstance(size, int) or len(size) > 0
 
 
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype == torch.bool
+def _is_mask(x: Tensor, index: Any) -> bool:
+    """Whether an index is a mask of all elements."""
+    return isinstance(index, Tensor) and index.dtype == torch.bool and index.shape == x.shape
 
 
 @dataclass(eq=False)
@@ -215,7 +215,7 @@ class UpdateTracer(DispatchMode):
             return self._fresh(self._blank(spec), self._ref_for(fill, owner), owner)
         names = (*range(len(args)), *(k for k in kwargs if k != "out"))
         operands = [self._row_operand(x, owner) for x in (*args, *(v for k, v in kwargs.items() if k != "out"))]
-        key = func, names, tuple(x if isinstance(x, UpdateValue) else (type(x), x) for x in operands), spec
+        key = func, names, tuple(x if isinstance(x, UpdateValue) else (type(x), repr(x)) for x in operands), spec
         if key not in self.rows:
             values = {k: self._shown(x, owner) for k, x in zip(names, operands, strict=True)}
             self._is_in_row = True
@@ -262,7 +262,8 @@ class UpdateTracer(DispatchMode):
                 return type(x), type(x)(1)
             return type(x), x
 
-        return _result_specs(func, form(args), tuple((k, form(v)) for k, v in kwargs.items()))
+        settings = torch.get_default_dtype(), torch.is_autocast_enabled("cpu")
+        return _result_specs(func, form(args), tuple((k, form(v)) for k, v in kwargs.items()), settings)
 
     def _blank(self, spec: Any) -> Tensor:
         self._is_paused = True
@@ -372,8 +373,9 @@ _OF_MEMORY = frozenset({"device", "pin_memory", "memory_format", "layout", "non_
 
 
 @lru_cache(maxsize=1 << 12)
-def _result_specs(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
-    """The Specs of what a function returns for operands of the meta device: Specs, and constants with their types."""
+def _result_specs(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], settings: Any) -> Any:
+    """The Specs of what a function returns under the present settings for operands of the meta device: Specs, and
+    constants with their types."""
 
     def example(x: Any) -> Any:
         if isinstance(x, Spec):
