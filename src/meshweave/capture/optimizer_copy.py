@@ -22,7 +22,7 @@ from meshweave.interop.optimizer import make_state
 from meshweave.interop.storages import storage_key
 from meshweave.ir.graph import Spec
 
-# Options that choose among implementations of the same update: the plain loop over parameters is traced.
+# OptimizerOptions that choose among implementations of the same update: the plain loop over parameters is traced.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")
 # What torch's schedulers keep in groups for themselves (torch/optim/lr_scheduler.py, swa_utils.py).
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
@@ -52,16 +52,16 @@ def _unread() -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class OptimizerOptions:
     """The numbers and switches of an optimizer's groups and attributes: by place their forms, and the numbers."""
 
     forms: dict[Place, Any]
     numbers: dict[Place, Any]
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> Options:
+    def of(optimizer: torch.optim.Optimizer) -> OptimizerOptions:
         """The present options."""
-        options = Options({}, {})
+        options = OptimizerOptions({}, {})
         for i, group in enumerate(optimizer.param_groups):
             options._read(("group", i), group)
         for j, part in enumerate(parts_of(optimizer)):
@@ -144,7 +144,7 @@ class OptimizerCopy:
                 stand_in.__dict__.update(vars(p))  # attributes of users: its own learning rate, no weight decay
                 memo[id(p)] = self.params[names[id(p)]] = stand_in
                 self.group_of[names[id(p)]] = index
-        self.values, self.options = Values(), Options.of(optimizer)
+        self.values, self.options = Values(), OptimizerOptions.of(optimizer)
         self._rows: dict[Any, UpdateValue] = {}
         self._replays: dict[Any, Replay] = {}
         self._paths: dict[Any, NumberPath] = {}

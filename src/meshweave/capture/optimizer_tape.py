@@ -72,7 +72,7 @@ class TapeRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TapeEntry:
     """`function(*args, **kwargs)`, which is the value `index`, or, for a guard, has to be `expected` before this value
     is computed."""
 
@@ -91,7 +91,7 @@ class Replay:
 
     options: tuple[Any, ...]
     slots: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[TapeEntry, ...]
     results: Any
 
     def __call__(self, options: Mapping[Any, Any], state: Mapping[str, Any]) -> Any:
@@ -133,8 +133,8 @@ class Tape:
     values: list[Any] = field(default_factory=list)
     owners: list[Owner] = field(default_factory=list)
     inputs: dict[int, Any] = field(default_factory=dict)  # the option or slot of a value
-    entries: dict[int, Entry] = field(default_factory=dict)  # that compute values, by index
-    guards: dict[Owner, dict[Any, Entry]] = field(default_factory=dict)
+    entries: dict[int, TapeEntry] = field(default_factory=dict)  # that compute values, by index
+    guards: dict[Owner, dict[Any, TapeEntry]] = field(default_factory=dict)
     _tensors: dict[int, TapeRef] = field(default_factory=dict)  # by id; `values` keeps them alive
     _computed: dict[Any, Number] = field(default_factory=dict)  # each result of Python's arithmetic once
     _shared: set[int] = field(default_factory=set)  # options, and what Python's arithmetic computes from them alone
@@ -206,7 +206,7 @@ class Tape:
 
     def _add(self, result: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         described = self.refs(tuple(args)), tuple((k, self.refs(v)) for k, v in kwargs.items())
-        self.entries[len(self.values)] = Entry(function, *described, len(self.values))
+        self.entries[len(self.values)] = TapeEntry(function, *described, len(self.values))
         return self._new(result, self.owner_of((described[0], [v for _, v in described[1]])))
 
     def compute(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -228,7 +228,9 @@ class Tape:
     def _guard(self, function: Callable[..., Any], refs: tuple[Any, ...], result: Any, kwargs: Any = ()) -> None:
         owner = self.owner_of((refs, [v for _, v in kwargs]))
         key = function, repr((refs, kwargs))
-        self.guards.setdefault(owner, {}).setdefault(key, Entry(function, refs, kwargs, len(self.values), True, result))
+        self.guards.setdefault(owner, {}).setdefault(
+            key, TapeEntry(function, refs, kwargs, len(self.values), True, result)
+        )
 
     def replay(self, name: str, results: Any, known: dict[Any, Replay]) -> Replay:
         """What computes `results` (references and constants, in tuples) for a parameter, with the guards on its
@@ -253,13 +255,13 @@ class Tape:
             return type(x)(map(renumbered, x)) if isinstance(x, (tuple, list)) else x
 
         described = tuple(
-            Entry(e.function, renumbered(e.args), renumbered(e.kwargs), 0, e.is_guard, e.expected) for e in entries
+            TapeEntry(e.function, renumbered(e.args), renumbered(e.kwargs), 0, e.is_guard, e.expected) for e in entries
         )
         read = tuple(self.inputs[i] for i in options), tuple(self.inputs[i] for i in slots)
         replay = Replay(*read, described, renumbered(results))
         return known.setdefault(repr((read, [(_shown(e.args), e) for e in described], _shown(replay.results))), replay)
 
-    def _is_shared(self, entry: Entry) -> bool:
+    def _is_shared(self, entry: TapeEntry) -> bool:
         """Whether all parameters of a group have an entry, wherever on the tape."""
         if entry.is_guard:
             return all(x.index in self._shared for x in flat(entry.args) if isinstance(x, TapeRef))

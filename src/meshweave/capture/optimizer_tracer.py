@@ -53,7 +53,7 @@ _INVERSES: Mapping[Any, Callable[..., tuple[Any, tuple[Any, ...]]]] = {
 
 
 @dataclass(slots=True)
-class Traced:
+class UpdateTensor:
     """A tensor of a trace: its present value (None: written through a part of it), the parameter that it belongs to
     ("": none yet), its first value if it is fresh, and how a write to it becomes one to the tensor that it is a view
     of."""
@@ -64,7 +64,7 @@ class Traced:
     spec: Spec
     place: tuple[Any, ...]  # in its storage: tensors with equal places have the same elements
     first: UpdateValue | None = None
-    base: Traced | None = None
+    base: UpdateTensor | None = None
     to_base: tuple[Any, tuple[Any, ...]] | None = None
 
 
@@ -115,10 +115,10 @@ class UpdateTracer(DispatchMode):
     values: Values
     tape: Tape
     rows: dict[Any, UpdateValue]  # results of rows, each of which runs once
-    _known: dict[int, Traced] = field(default_factory=dict)
+    _known: dict[int, UpdateTensor] = field(default_factory=dict)
     numbers: dict[str, list[TapeRef]] = field(default_factory=dict)
     fills: dict[UpdateValue, Any] = field(default_factory=dict)
-    _storages: dict[int, list[Traced]] = field(default_factory=dict)
+    _storages: dict[int, list[UpdateTensor]] = field(default_factory=dict)
     _is_paused: bool = False
     _is_in_row: bool = False
 
@@ -130,20 +130,20 @@ class UpdateTracer(DispatchMode):
         with torch.no_grad(), _Functions(self), self:
             yield
 
-    def know(self, tensor: Tensor, value: UpdateValue, owner: str) -> Traced:
+    def know(self, tensor: Tensor, value: UpdateValue, owner: str) -> UpdateTensor:
         """From now on a tensor has this value."""
         place = tensor.shape, tensor.dtype, tensor.stride(), tensor.storage_offset()
         spec = Spec(tuple(tensor.shape), tensor.dtype)
-        traced = self._known[id(tensor)] = Traced(TensorWeakRef(tensor), value, owner, spec, place)
+        traced = self._known[id(tensor)] = UpdateTensor(TensorWeakRef(tensor), value, owner, spec, place)
         self._storages.setdefault(storage_key(tensor), []).append(traced)
         return traced
 
-    def find(self, x: Any) -> Traced | None:
+    def find(self, x: Any) -> UpdateTensor | None:
         """What is known of a tensor."""
         traced = self._known.get(id(x))
         return traced if traced is not None and traced.ref() is x else None
 
-    def traced(self, tensor: Tensor) -> Traced:
+    def traced(self, tensor: Tensor) -> UpdateTensor:
         traced = self.find(tensor)
         if traced is None:
             raise untraceable(_FOREIGN, f"{tensor.dtype} of shape {tuple(tensor.shape)}")
@@ -157,7 +157,7 @@ class UpdateTracer(DispatchMode):
             )
         return value
 
-    def _operands(self, *values: Any) -> list[Traced]:
+    def _operands(self, *values: Any) -> list[UpdateTensor]:
         return [traced for x in flat(*values) if (traced := self.find(x)) is not None]
 
     def _conformed(self, result: Tensor, spec: Spec) -> UpdateValue:
@@ -174,7 +174,7 @@ class UpdateTracer(DispatchMode):
         siblings = [x for x in self._storages[storage_key(target)] if x is not written]
         for other in siblings:
             other.value = None
-        at: Traced | None = written
+        at: UpdateTensor | None = written
         while at is not None:
             at.value = value
             for other in siblings:

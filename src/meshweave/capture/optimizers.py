@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.optimizer_copy import Kept, NumberPath, OptimizerCopy, Options, Place, TracedStep
+from meshweave.capture.optimizer_copy import Kept, NumberPath, OptimizerCopy, OptimizerOptions, Place, TracedStep
 from meshweave.capture.optimizer_graph import (
     NumberSource,
     Outputs,
@@ -108,7 +108,7 @@ def _input(number: NumberSource, variant: int, numbers: Sequence[float]) -> floa
 class OptimizerSpec:
     """What an optimizer does to each parameter. `kind_of` maps a parameter's name to its index in `kinds`, `leaders`
     maps each kind to the first kind with the same numbers in each step. `forms` are those of the optimizer's options
-    (`Options.forms`)."""
+    (`OptimizerOptions.forms`)."""
 
     name: str
     kinds: tuple[UpdateKind, ...]
@@ -375,7 +375,7 @@ class StepNumbers:
         """
         numbers: dict[str, float] = {}
         fills: dict[tuple[str, str], complex] = {}
-        options, self._after = Options.of(self._optimizer), {}
+        options, self._after = OptimizerOptions.of(self._optimizer), {}
         if options.forms != self.spec.forms:
             raise self._other_options(options)
         for k, members in self._members.items():
@@ -392,7 +392,7 @@ class StepNumbers:
             fills |= {(slot, name): x for slot, x in step.fills.items() for name in names}
         return numbers, fills
 
-    def _other_options(self, options: Options) -> OutdatedUpdate:
+    def _other_options(self, options: OptimizerOptions) -> OutdatedUpdate:
         before, now = self.spec.forms, options.forms
         place = next(
             place
