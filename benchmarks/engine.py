@@ -141,19 +141,16 @@ def side_by_side() -> None:
     ratios = []
     for _ in range(9):  # paired: the machine may be shared
         began = time.perf_counter()
-        apart.forward(batch)
+        apart(batch)
         middle = time.perf_counter()
-        together.forward(batch)
+        together(batch)
         ratios.append((middle - began) / (time.perf_counter() - middle))
-        for step in (apart, together):
-            step.backward()
-            step.update()
     print(f"\nboth branches on one device / one each on two: {statistics.median(ratios):.2f}x "
           f"(of {min(ratios):.2f} to {max(ratios):.2f}; 2 is the most)")  # fmt: skip
     meter = together.session.executor.meter = Timeline()
     began = time.perf_counter()
-    together.forward(batch)
-    print("\nms after the start at which each matmul of the forward pass was done:")
+    together(batch)
+    print("\nms after the start at which each matmul was done:")
     for index in range(2):
         ends = [end for i, end, node in meter.ends if i == index and "mm" in node.name]
         print(f"  device {index}: " + "  ".join(f"{(end - began) * 1e3:6.1f}" for end in ends))

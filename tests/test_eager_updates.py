@@ -182,7 +182,11 @@ def doubles() -> list[dict[str, Tensor]]:
 
 def assert_equal(step: mw.TrainStep, eager: Eager) -> None:
     assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.parameters().items()}, 1e-12)
-    assert_tensors(step.optimizer_state(), eager.optimizer_state(), 1e-9)
+    found, expected = step.optimizer_state(), eager.optimizer_state()
+    if "pp" in str(step.program.mesh) and step.session.world.is_distributed and step.program.eager_update:
+        assert found  # of this rank's stage
+        expected = {name: value for name, value in expected.items() if name in found}
+    assert_tensors(found, expected, 1e-9)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

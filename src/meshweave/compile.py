@@ -38,7 +38,7 @@ from meshweave.runtime.together import agree, argument_texts, program_texts, tog
 from meshweave.runtime.weights import align_weights
 from meshweave.runtime.world import World, home_of
 from meshweave.search import Budget
-from meshweave.train_step import TrainStep
+from meshweave.train_step import CompiledStep, TrainStep
 from meshweave.variants import Build
 
 _LOG = logging.getLogger("meshweave")
@@ -130,7 +130,7 @@ class CompileOptions:
             pipeline = with_default_passes(pipeline, world, costs, self.run.passes_seconds)
         return replace(pipeline, recalls=partial(numbers_of_all, world)) if world.is_distributed else pipeline
 
-    def compiled(self) -> TrainStep:
+    def compiled(self) -> CompiledStep:
         """The compiled step, with its state on the current world."""
         check_new_tensors()
         model, run = self.source.model, self.run
@@ -154,9 +154,8 @@ class CompileOptions:
             build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin, shard)
             program = build(example, "train", self.capture.accumulate, None)
             run.progress("start")
-            again = replace(self, weights=None).compiled
             program = replace(program, eager_update=why_eager)
-            step = TrainStep(program, model, self.optimizer, world, settings, build, again, run.keep_gradients)
+            step = CompiledStep(program, model, self.optimizer, world, settings, build, run.keep_gradients)
             for shape in self.shapes:
                 step.variants.prepare(Batch.of(global_example(shape, self.batch, shard)))
             step.variants.is_local = self.batch == "local" and world.is_distributed
@@ -253,7 +252,7 @@ def compile(
     Raises MeshError, PlanError, CaptureError or RuleError, each with the offending line or name.
     """
     refuse_former("compile", former, passes)
-    return CompileOptions(
+    options = CompileOptions(
         source=StepSource(model, loss, forward),
         example=example,
         optimizer=optimizer_of(optimizer),
@@ -270,4 +269,5 @@ def compile(
         weights=weights,
         device=device,
         run=run or RunOptions(),
-    ).compiled()
+    )
+    return TrainStep(options.compiled(), replace(options, weights=None).compiled)

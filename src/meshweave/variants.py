@@ -30,7 +30,7 @@ _MOST_KEYS = 16  # of a program: so many plain attributes or entries of batches 
 _NOTES = logging.getLogger("meshweave")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Variant:
     """A program with its session. `keys` are those of calls for which it is known to be valid, the latest last."""
 
@@ -146,13 +146,6 @@ class Variants:
             raise _another_step(fitting[0], key, differences[0])
         return self._compiled(batch, part, accumulate, key)
 
-    def check_first(self, batch: Batch) -> None:
-        """StepError if a call for this batch needs another program than the first."""
-        key = self.guards.check(batch)
-        check_entries(self.first.program.contract.batch, batch)
-        if key not in self.first.keys and (difference := self._compare_step(self.first, batch, key)):
-            raise _another_step(self.first, key, difference)
-
     def _compare_step(self, variant: Variant, batch: Batch, key: StepKey) -> Difference | None:
         """Trace the step once more, in the present state of the modules: the first op in which a program differs from
         it. If there is none, the program is valid for this key, too."""
@@ -204,12 +197,11 @@ class Variants:
             "compiles for a batch of shape %s%s (program %d of at most %d)",
             shown, f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1, self.limit,
         )  # fmt: skip
-        first.session.bindings.follow()
         program = self.build(example, part, accumulate, first.program)
         settings = replace(first.session.settings, accumulate=accumulate)
         session = Session(program.roles, first.session.world, settings, share=first.session)
-        rows = rows_check(program, first.session.world)
-        variant = Variant(program, session, [key], rows, self._num_compiled)
+        rows, number = rows_check(program, first.session.world), self._num_compiled
+        variant = Variant(program=program, session=session, keys=[key], rows=rows, number=number)
         self.all.append(variant)
         self._add_program(variant)
         return self._used(variant)

@@ -131,7 +131,7 @@ def own() -> dict[str, Tensor]:
 def test_whether_a_tensor_of_the_batch_requires_gradients_counts() -> None:
     data = [own(), own() | {"x": torch.ones(4, 4, requires_grad=True)}, own()]
     step = assert_equals_eager(Asks(lambda x: x.requires_grad), data)
-    assert len(step.variants.all) == 2
+    assert len(step._compiled.variants.all) == 2
 
 
 def test_what_a_model_does_not_ask_may_be_otherwise() -> None:
@@ -178,4 +178,4 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("pair", [(Scale(2.0), Scale(3.0)), (True, 2), (1, 1.5)], ids=["object", "number", "type"])
 def test_another_object_in_the_batch_counts_if_it_makes_a_difference(pair: tuple[Any, Any]) -> None:
     step = assert_equals_eager(Scaled(), [own() | {"by": by} for by in (pair[0], copy(pair[0]), pair[1])])
-    assert len(step.variants.all) == 2
+    assert len(step._compiled.variants.all) == 2

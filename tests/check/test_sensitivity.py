@@ -32,7 +32,7 @@ from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.mesh import Mesh
 from meshweave.ops.pieces import OnPiece, PieceCall
 from meshweave.ops.registry import TABLE
-from meshweave.train_step import TrainStep
+from meshweave.train_step import CompiledStep, TrainStep
 
 Make = Callable[..., torch.optim.Optimizer]
 ADAMW, ADAM = torch.optim.AdamW, torch.optim.Adam
@@ -89,7 +89,9 @@ def check(
         )
         if on.num_devices > 1:
             change(found)
-            found = TrainStep(found.program, model, optimizer, found.session.world, found.session.settings)
+            found = TrainStep(
+                CompiledStep(found.program, model, optimizer, found.session.world, found.session.settings)
+            )
         return found
 
     recipe = Recipe(loss=loss, clip_grad_norm=clip)

@@ -21,7 +21,7 @@ from meshweave.optimize.decompose import DecomposeOptions, DecomposeReport, deco
 from meshweave.place.plans import Plan
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
-from meshweave.train_step import TrainStep
+from meshweave.train_step import CompiledStep, TrainStep
 
 GATHER = functional.all_gather_into_tensor.default
 SCATTER = functional.reduce_scatter_tensor.default
@@ -77,7 +77,7 @@ def linears(n: int, options: DecomposeOptions | None, batch: int = 1) -> tuple[T
     role, report = decompose(step.program.rank, None, options)
     program = replace(step.program, optimized=replace(step.program.optimized, roles=(role,)))
     settings = SessionSettings(run=mw.RunOptions(keep_gradients=True))
-    return TrainStep(program, model, None, LocalWorld(program.mesh), settings), report, (x,)
+    return TrainStep(CompiledStep(program, model, None, LocalWorld(program.mesh), settings)), report, (x,)
 
 
 @pytest.mark.parametrize(

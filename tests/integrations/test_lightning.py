@@ -76,6 +76,9 @@ class Compiled(Plain):
         if self.trainer.is_last_batch:
             self.lr_schedulers().step()
 
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.step.evaluate(batch))
+
 
 def fitted(module: Plain, folder: Path, epochs: int, batch_size: int = 8, **options: Any) -> Plain:
     """`module` after training on 16 rows an epoch, with a checkpoint `last.ckpt` in the folder."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshweave.errors import LayoutError, MeshError
+from meshweave.errors import LayoutError
 from meshweave.ir.layout import REDUCE_OPS, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.runtime.dtensor import device_mesh_from_mesh
@@ -225,16 +225,3 @@ def test_layout_errors(make: object, message: str) -> None:
         make()
     error = caught.value
     assert "|".join([error.what, error.where, error.got, error.expected]) == message
-
-
-def test_mesh_errors() -> None:
-    with pytest.raises(MeshError, match="is not initialised") as caught:
-        device_mesh_from_mesh(Mesh("a=2"), "cpu")
-    assert (caught.value.where, caught.value.got) == ("mesh a=2", "no default process group")
-    assert caught.value.expected == "a world of at least 2 ranks"
-    with pytest.raises(MeshError, match="a DeviceMesh needs at least one axis") as caught:
-        device_mesh_from_mesh(Mesh(""), "cpu")
-    assert (caught.value.where, caught.value.got, caught.value.expected) == ("mesh ", "no axes", "1 or more")
-    with fake_world(0, 2), pytest.raises(MeshError, match="ranks that the world does not have") as caught:
-        device_mesh_from_mesh(Mesh("a=2", devices=[0, 5]), "cpu")
-    assert (caught.value.got, caught.value.expected) == ("rank 5 in a world of 2", "ranks 0 to 1")

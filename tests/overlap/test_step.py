@@ -32,7 +32,7 @@ from meshweave.program import Program
 from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
-from meshweave.train_step import TrainStep
+from meshweave.train_step import CompiledStep, TrainStep
 
 H100 = mw.load_profile("h100")
 GATHER = functional.all_gather_into_tensor.default
@@ -219,7 +219,9 @@ def test_the_cap_holds_when_the_step_runs(carry: int) -> None:
     (role,), (report,) = scheduled("fsdp=4", uneven=True, carry=carry)
     assert any(item.kind == "carry" for item in role.inputs) == bool(carry)
     ordered = replace(made, optimized=replace(made.optimized, roles=(role,)))
-    step = TrainStep(ordered, model, OPTIMIZER(model.parameters()), LocalWorld(made.mesh), SessionSettings())
+    step = TrainStep(
+        CompiledStep(ordered, model, OPTIMIZER(model.parameters()), LocalWorld(made.mesh), SessionSettings())
+    )
     meter = Live(role, step, batch)
     step.session.executor.meter = meter
     step(batch)

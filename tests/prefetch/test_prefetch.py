@@ -25,7 +25,7 @@ from meshweave.passes import Prefetch, pipeline_of
 from meshweave.program import Program
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
-from meshweave.train_step import TrainStep
+from meshweave.train_step import CompiledStep, TrainStep
 from meshweave.whatif import simulate
 
 
@@ -82,7 +82,7 @@ def test_the_step_is_the_same_to_the_bit_and_proven(mesh: str, distances: tuple[
         made, model = program(ahead, mesh), copy.deepcopy(llama()[0])
         check_complete(made.placed, made.roles)
         check_deadlock(made.roles)
-        step = TrainStep(made, model, sgd(model), LocalWorld(made.mesh), SessionSettings())
+        step = TrainStep(CompiledStep(made, model, sgd(model), LocalWorld(made.mesh), SessionSettings()))
         return [float(step(llama()[1])) for _ in range(2)], step.parameters()
 
     losses, params = trained(0)

@@ -222,13 +222,6 @@ def trace(step: Any, model: nn.Module, i: int) -> None:
         step.trace(data(1)[0])
 
 
-def parts(step: Any, model: nn.Module, i: int) -> Any:
-    loss = step.forward(data(1)[0])
-    step.backward()
-    step.update()
-    return loss
-
-
 def fail(step: Any, model: nn.Module, i: int) -> None:
     if i in (2, 5):
         with pytest.raises(mw.MeshweaveError, match="loss"):
@@ -241,13 +234,6 @@ def fail_at_first(step: Any, model: nn.Module, i: int) -> None:
         for _ in range(2):
             with pytest.raises(mw.MeshweaveError, match="loss"):
                 step({"x": torch.full((6, 8), torch.inf), "y": torch.zeros(6, 8)})
-
-
-def abandon(step: Any, model: nn.Module, i: int) -> None:
-    """A step that ends after forward."""
-    if i in (2, 5):
-        step.forward(data(1)[0])
-        step.session.drop()
 
 
 def reload(step: Any, model: nn.Module, i: int) -> None:
@@ -272,9 +258,7 @@ ACTS = [
     replace,
     other_rows,
     trace,
-    parts,
     fail,
-    abandon,
     reload,
     accumulate,
 ]

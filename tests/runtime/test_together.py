@@ -206,8 +206,6 @@ def check_rows() -> list[str]:
         assert step(rows_of(range(8))) > 0
     step = compiled()
     found.append(raised(lambda: step(rows_of(range(4 * rank, 4 * rank + 4))), StepError))
-    parts = compiled(accumulate=2)
-    found.append(raised(lambda: parts.forward(rows_of(range(4 * rank, 4 * rank + 4))), StepError))
     step = compiled(batch="local", example=rows_of(range(4)))
     found.append(raised(lambda: step(rows_of(range(4 + rank, 8))), LayoutError))
     wide = {key: value.repeat(1, 1 + rank) for key, value in rows_of(range(4)).items()}
@@ -269,7 +267,7 @@ def test_weights_and_rows_agree_or_stop(start: Callable[..., Job]) -> None:
     assert outcomes[0] == outcomes[1]
     first, second = outcomes[0]["weights"]
     assert first == second
-    half, tp, own_half, half_of_micro, smaller, longer, neither, settings = outcomes[0]["rows"]
+    half, tp, own_half, smaller, longer, neither, settings = outcomes[0]["rows"]
     assert "of whose 8 rows each would use 4" in half
     assert "batch='local'" in half
     assert "batch='local'" in own_half
@@ -282,7 +280,6 @@ def test_weights_and_rows_agree_or_stop(start: Callable[..., Job]) -> None:
     assert "pad rows" in longer
     assert "float64[4, 4]" in neither
     assert "(or [4, 4]: this rank's own rows)" in neither
-    assert "of whose 4 rows each would use 2" in half_of_micro
     assert "settings of the optimizer" in settings
     as_many, fewer, without_rows = outcomes[0]["numbers"]
     assert "rows of the batch are chosen by numbers" in as_many

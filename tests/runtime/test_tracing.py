@@ -55,8 +55,8 @@ def compiled(mesh: str, accumulate: int = 1) -> tuple[mw.TrainStep, list[Any]]:
 
 
 def traced(step: mw.TrainStep, batch: Any, devices: tuple[int, ...] = ()) -> Simulation:
-    _, micros = step._micros(Batch.of(batch))
-    return step.session.trace(micros, step._numbers(), devices)
+    _, micros, numbers = step._compiled._prepared(Batch.of(batch))
+    return step.session.trace(micros, numbers, devices)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

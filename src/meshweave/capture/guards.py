@@ -8,7 +8,7 @@ in globals, closures and classes, it does not see (docs/contract.md).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -82,13 +82,11 @@ def _form(value: Any) -> Hashable:
 
 class Guards:
     """The look at modules before every step. `roots` are the model, by that name, and other modules that the step
-    calls; `rebind()` takes the tensors that were assigned to buffers; `autocast` is the dtype that the step was
-    compiled with. `written` are places of attributes that forward itself assigns, which are not looked at."""
+    calls; `autocast` is the dtype that the step was compiled with. `written` are places of attributes that forward
+    itself assigns, which are not looked at."""
 
-    def __init__(
-        self, roots: Mapping[str, nn.Module], autocast: torch.dtype | None, rebind: Callable[[], None]
-    ) -> None:
-        self.autocast, self.rebind = autocast, rebind
+    def __init__(self, roots: Mapping[str, nn.Module], autocast: torch.dtype | None) -> None:
+        self.autocast = autocast
         self.modules = [
             (f"{root}.{name}" if name else root, module)
             for root, top in roots.items()
@@ -162,14 +160,11 @@ class Guards:
 
     def _changes(self) -> Iterator[tuple[str, str]]:
         """Plain attributes that differ from those at compile; StepError for any other change of a module."""
-        is_replaced = False
         for (place, module), own, entries in zip(self.modules, self.attributes, self.entries, strict=True):
             now = vars(module)
             for key, before in entries.items():
                 for name, old, new in _differences(before, now[key]):
-                    if key == "_buffers" and place.partition(".")[0] == "model" and _is_tensor(old) and _is_tensor(new):
-                        is_replaced = True
-                    elif key in ("_parameters", "_buffers") and _is_tensor(old):
+                    if key in ("_parameters", "_buffers") and isinstance(old, Tensor):
                         kind, where = ("param" if key == "_parameters" else "buffer"), f"{place}.{name}"
                         raise replaced_tensor(kind, where.partition(".")[2], where, shown(new))
                     else:
@@ -182,9 +177,6 @@ class Guards:
                     raise _changed(where, old, new)
                 if repr(old) != repr(new):
                     yield where, repr(new)
-        if is_replaced:
-            self.rebind()
-            self.entries = [{key: dict(vars(module)[key]) for key in _DICTS} for _, module in self.modules]
 
     def _check_tensors(self) -> None:
         """StepError for a parameter that was frozen or unfrozen, or whose hooks changed, and for an attribute that is a
@@ -199,10 +191,6 @@ class Guards:
             if before != now and place not in self.written:
                 raise _changed(place, "the values at compile", f"{shown(tensor)} with other values")
         self.versions = self._versions()
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -224,14 +212,13 @@ def _changed(place: str, old: Any, new: Any) -> StepError:
 
 
 def replaced_tensor(kind: str, name: str, where: str, got: str) -> StepError:
-    """The error about a parameter that is another object than the optimizer's, or a buffer that is no tensor."""
+    """The error about a parameter or buffer in whose place the module has another tensor."""
     return StepError(
         f"the {'parameter' if kind == 'param' else 'buffer'} '{name}' of the model was replaced after compile",
         where=where,
         got=got,
-        expected="the same parameter, with any values",
-        hint="write into it (load_state_dict, copy_, p.data = ...), because the optimizer still has the old "
-        f"parameter; or {RECOMPILE}",
+        expected="the same tensor, with any values",
+        hint=f"write into it (load_state_dict, x.data.copy_(...)); or {RECOMPILE}",
     )
 
 

@@ -22,7 +22,7 @@ from meshweave.report import tables
 from meshweave.report.moves import rounded_sums
 from meshweave.runtime.cluster import check_devices, make_world
 from meshweave.runtime.world import LocalWorld
-from meshweave.train_step import TrainStep
+from meshweave.train_step import CompiledStep, TrainStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,8 @@ def check(screen: Screen, job: CheckOptions) -> int:
         program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
         backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on several
-        return TrainStep(program, model, optimizer, world, job.settings(backend=backend, keep_gradients=True))
+        settings = job.settings(backend=backend, keep_gradients=True)
+        return TrainStep(CompiledStep(program, model, optimizer, world, settings))
 
     def split(batch: Any) -> list[Any]:
         return Batch.of(batch).micros(job.accumulate)

@@ -24,7 +24,7 @@ from meshweave.place.plan_text import parse_plan
 from meshweave.report.html import html_page
 from meshweave.report.moves import move_rows
 from meshweave.runtime.cluster import make_world
-from meshweave.train_step import TrainStep
+from meshweave.train_step import CompiledStep, TrainStep
 from meshweave.whatif import simulate
 
 
@@ -45,7 +45,7 @@ def run(screen: Screen, job: RunCommandOptions) -> int:
     optimizer = job.make_optimizer(source.model)
     with screen.stages() as stage:
         program = compiled(job, source, mesh, plan, optimizer, stage)
-        step = TrainStep(program, source.model, optimizer, world, job.settings())
+        step = TrainStep(CompiledStep(program, source.model, optimizer, world, job.settings()))
     if job.checkpoint and Path(job.checkpoint).exists():
         step.load(job.checkpoint)
         screen.say(f"continuing from {job.checkpoint} after step {step.num_steps}")

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
@@ -32,11 +32,6 @@ def hooks_of_all_modules() -> list[Mapping[Any, Any]]:
         modules._global_backward_pre_hooks,
         modules._global_backward_hooks,
     ]
-
-
-def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """Hooks that run before the module's forward, in order."""
-    return list(module._forward_pre_hooks.values())
 
 
 def tensor_hooks(tensor: Tensor) -> list[str]:

@@ -3,7 +3,7 @@ to them count in the next step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 from meshweave.capture.guards import replaced_tensor
 from meshweave.errors import StepError
-from meshweave.interop.storages import sharing, version_of
+from meshweave.interop.storages import sharing
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.runtime.fingerprint import fingerprint
 from meshweave.runtime.state import Key, State
 from meshweave.runtime.world import World
 
-Mark = tuple[int, int]  # address and versions: tells whether a tensor has been written
 Form = Literal["shared", "dtensor", "copy"]
-_UNKNOWN: Mark = (0, -1)
 
 
 @dataclass(slots=True)
@@ -29,16 +27,15 @@ class Bound:
     """A tensor of the module that is bound to a value of the state.
 
     `form`: "shared": it shares the memory of the local piece, which is the whole value; "dtensor": it is a DTensor with
-    the memory of the local piece, if there is one; "copy": a whole copy beside the pieces. `mark` is the tensor's mark
-    when the step last wrote or read it, `values` the fingerprint of a copy at that time.
+    the memory of the local piece, if there is one; "copy": a whole copy beside the pieces, with its fingerprint when
+    the step last wrote or read it.
     """
 
     item: Input
     layout: Layout
     tensor: Tensor
     form: Form
-    mark: Mark = _UNKNOWN
-    values: int = 0
+    fingerprint: int | None = None
 
     @property
     def key(self) -> Key:
@@ -55,18 +52,8 @@ class Bound:
 
     @property
     def is_written(self) -> bool:
-        """Whether the user has written the tensor since `settle`. Writes through `.data` leave no trace: in shared
-        memory the state has them, too; of a copy the values are compared."""
-        if self._mark_now() != self.mark:
-            return True
-        return self.form == "copy" and int(fingerprint(self.tensor)) != self.values
-
-    def _mark_now(self) -> Mark:  # of every tensor, several times a step
-        memory = self.memory
-        version = version_of(memory)
-        if memory is not self.tensor:  # an op on a DTensor increases its own version alone
-            version += version_of(self.tensor)
-        return memory.data_ptr(), version
+        """Whether the user has written a copy since `settle`. In shared memory the state has what is written, too."""
+        return self.form == "copy" and int(fingerprint(self.tensor)) != self.fingerprint
 
     def share(self, piece: Tensor) -> None:
         """Make the tensor share the memory of a piece. The tensor stays the same object for all its users."""
@@ -76,13 +63,11 @@ class Bound:
             set_piece(self.tensor, piece)
         else:
             set_values(self.tensor, piece)
-        self.settle()
 
     def settle(self) -> None:
-        """Record the tensor's present state as the step's."""
-        self.mark = self._mark_now()
+        """Record the present values of a copy as the step's."""
         if self.form == "copy":
-            self.values = int(fingerprint(self.tensor))
+            self.fingerprint = int(fingerprint(self.tensor))
 
 
 @dataclass(slots=True)
@@ -92,7 +77,6 @@ class Bindings:
     world: World
     bound: dict[Key, Bound] = field(default_factory=dict)
     model: nn.Module | None = None
-    keys: dict[Key, Key] = field(default_factory=dict)  # by kind and any name of a tensor; tied tensors have several
 
     def bind(self, state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Bind the parameters and buffers of `model` to a filled state. All processes call it.
@@ -100,10 +84,7 @@ class Bindings:
         On a cluster parameters become DTensors if any of them is sharded: all of them, because hardly any op of PyTorch
         mixes plain tensors and DTensors. Values that DTensor cannot express stay whole on every rank.
         """
-        self.model, named, known = model, dict[Key, Tensor](), dict[int, Key]()
-        for key, tensor in _tensors_of(model):
-            self.keys[key] = known.setdefault(id(tensor), key)
-            named.setdefault(self.keys[key], tensor)
+        self.model, named = model, _tensors_of(model)
         chosen = [(item, layout) for item, layout in state.items if item.kind != "state"]
         params = [(item, layout) for item, layout in chosen if item.kind == "param"]
         if self.world.is_distributed and not all(self._is_whole(*entry) for entry in params):
@@ -136,12 +117,10 @@ class Bindings:
         for item, layout in chosen:
             piece = next(iter(state.pieces[item.kind, item.name]), None)
             own = dtensors.dtensor_parameter(known[item.name], piece, item, layout, device)
-            bound = self.bound[item.kind, item.name] = Bound(item, layout, own, "dtensor")
-            bound.settle()
+            self.bound[item.kind, item.name] = Bound(item, layout, own, "dtensor")
             if own is not known[item.name]:
                 replaced[known[item.name]] = own
         dtensors.replace_parameters(model, optimizer, replaced)
-        dtensors.add_hooks(model, self.world)
 
     def form_of(self, item: Input, layout: Layout, as_dtensor: bool = False) -> Form:
         """How a tensor can be bound to a value."""
@@ -167,16 +146,14 @@ class Bindings:
     def publish(self, state: State, keys: Collection[Key] | None = None) -> None:
         """Copy the state's values to the module's tensors: all, or after an update those of `keys` that it has not
         renewed. All processes call it."""
-        renewed = list[Bound]()
+        renewed = list[Tensor]()
         for key, bound in self.bound.items():
             if keys is None or (key in keys and (bound.form == "copy" or key[0] == "buffer")):
                 self._bring(state, bound)
-            elif key in keys:
-                renewed.append(bound)
+            elif key in keys and not bound.memory.is_inference():
+                renewed.append(bound.memory)
         # An update is a write in place: a backward pass of the user's own that needs old values is an error.
-        torch.autograd.graph.increment_version([b.memory for b in renewed if not b.memory.is_inference()])
-        for bound in renewed:
-            bound.settle()
+        torch.autograd.graph.increment_version(renewed)
 
     def _bring(self, state: State, bound: Bound) -> None:
         pieces = state.pieces[bound.key]
@@ -190,64 +167,38 @@ class Bindings:
         elif pieces:
             bound.share(pieces[0])
 
-    def keep(self, state: State) -> None:
-        """Drop the tensors of `optimizer.state` that another state does not have."""
-        self.bound = {key: bound for key, bound in self.bound.items() if key in state.pieces}
-
-    def take_over(self, state: State, *, is_followed: bool = False) -> None:
+    def take_over(self, state: State, *, is_guarded: bool = False) -> None:
         """Cut new pieces of the tensors that the user has written since the step last did: load_state_dict, weights
-        swapped with their average. `is_followed`: `follow` has been called already. StepError for another shape or
-        dtype, and for a torn state."""
+        swapped with their average. `is_guarded`: the guards of the step have seen that they are the same tensors.
+        StepError for others, for another shape or dtype, and for a torn state."""
         state.check_usable()
-        if not is_followed:
-            self.follow(is_strict=False)
+        if not is_guarded and self.model is not None:
+            for (kind, name), tensor in _tensors_of(self.model).items():
+                if (bound := self.bound.get((kind, name))) is None or bound.tensor is not tensor:
+                    raise replaced_tensor(kind, name, f"model.{name}", str(Spec(tuple(tensor.shape), tensor.dtype)))
         for bound in self.bound.values():
-            if bound.item.kind != "state" and bound.is_written:
-                _check_spec(bound.item, bound.tensor)
+            if bound.item.kind != "state":
                 self._take(state, bound)
-
-    def names_written(self) -> list[str]:
-        """The parameters and buffers that were written since the step last did."""
-        return [b.item.name for b in self.bound.values() if b.item.kind != "state" and b.is_written]
 
     def _take(self, state: State, bound: Bound) -> None:
         """Copy what was written into the pieces, unless they have it already."""
         if bound.form == "copy":
-            state.put(bound.item, bound.layout, bound.tensor)
-            bound.settle()
+            if bound.is_written:
+                _check_spec(bound.item, bound.tensor)
+                state.put(bound.item, bound.layout, bound.tensor)
+                bound.settle()
             return
-        memory = bound.memory.detach()
+        memory = bound.memory
         for piece in state.pieces[bound.key]:
-            if memory.shape != piece.shape:
-                raise _another(bound.item, f"a piece of shape {list(memory.shape)}", f"{list(piece.shape)}")
-            if (memory.data_ptr(), memory.stride()) != (piece.data_ptr(), piece.stride()):
-                piece.copy_(memory.clone())
-            bound.share(piece)
-
-    def follow(self, *, is_strict: bool = True) -> None:
-        """Bind the buffers that the user has assigned to the module. StepError, if `is_strict`, for another parameter,
-        and for buffers that were tied when they were bound, or are now: then a step is impossible, but the state can
-        still be saved."""
-        owners: dict[int, Key] = {}
-        for key, tensor in _tensors_of(self.model) if self.model is not None else ():
-            own = self.keys.get(key, key)
-            if own not in self.bound:
-                continue
-            is_tied = owners.setdefault(id(tensor), own) != own
-            if tensor is self.bound[own].tensor and not is_tied:
-                continue
-            if is_tied or key != own or key[0] == "param":
-                if not is_strict:
-                    return
-                raise replaced_tensor(*key, f"model.{key[1]}", str(Spec(tuple(tensor.shape), tensor.dtype)))
-            _check_spec(self.bound[own].item, tensor)
-            self.bound[own].tensor, self.bound[own].mark = tensor, _UNKNOWN
+            if (memory.data_ptr(), memory.stride()) != (piece.data_ptr(), piece.stride()):  # assigned by .data
+                _check_spec(bound.item, bound.tensor)
+                piece.copy_(memory.detach())
+                bound.share(piece)
 
 
-def _tensors_of(model: nn.Module) -> Iterator[tuple[Key, Tensor]]:
-    """The parameters and buffers of a model, under each of their names."""
-    yield from ((("param", n), p) for n, p in model.named_parameters(remove_duplicate=False))
-    yield from ((("buffer", n), b) for n, b in model.named_buffers(remove_duplicate=False))
+def _tensors_of(model: nn.Module) -> dict[Key, Tensor]:
+    """The parameters and buffers of a model, tied tensors under their first name."""
+    return {("param", n): p for n, p in model.named_parameters()} | {("buffer", n): b for n, b in model.named_buffers()}
 
 
 def set_values(tensor: Tensor, piece: Tensor) -> None:

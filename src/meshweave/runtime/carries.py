@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
-from meshweave.interop.storages import version_of
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.cluster import on_any
 from meshweave.runtime.executor import FORWARD, Compiled, Env, compile_tasks
@@ -30,7 +29,7 @@ class Carries:
     def __init__(self, roles: Sequence[RankGraph], world: World) -> None:
         """Every process of the world constructs it together."""
         self._values: list[dict[str, Tensor]] | None = None
-        self._sources: list[tuple[Tensor, int, Tensor]] = []  # piece, version, fingerprint of its bytes
+        self._sources: list[tuple[Tensor, Tensor]] = []  # piece, fingerprint of its bytes
         self._world = world
         self._names = dict.fromkeys(name for role in roles for kind, name in role.outputs if kind == "carry")
         if not self._names:
@@ -62,7 +61,7 @@ class Carries:
 
     def _hold(self, state: State, gathered: list[dict[str, Tensor]]) -> None:
         self._values = gathered
-        self._sources = [(piece, version_of(piece), fingerprint(piece)) for piece in self._parameters(state)]
+        self._sources = [(piece, fingerprint(piece)) for piece in self._parameters(state)]
 
     def _parameters(self, state: State) -> list[Tensor]:
         return [piece for name in self._names for piece in state.pieces["param", name]]
@@ -70,8 +69,8 @@ class Carries:
     def _is_fresh(self, state: State) -> bool:
         now = self._parameters(state)
         return len(now) == len(self._sources) and all(
-            piece is source and version_of(piece) == version and bool(fingerprint(piece) == before)
-            for piece, (source, version, before) in zip(now, self._sources, strict=True)
+            piece is source and bool(fingerprint(piece) == before)
+            for piece, (source, before) in zip(now, self._sources, strict=True)
         )
 
     def _gathered(self, state: State) -> list[dict[str, Tensor]]:

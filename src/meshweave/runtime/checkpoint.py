@@ -7,7 +7,6 @@ beside its path and renamed when complete. Loading never executes code from a fi
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from math import prod
@@ -41,7 +40,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import WriteResult
@@ -50,7 +48,6 @@ from meshweave.errors import CheckpointError, MeshweaveError
 from meshweave.interop.checkpoints import PICKLED, CheckedReader
 from meshweave.interop.process_groups import is_in_job
 from meshweave.ir.graph import Spec
-from meshweave.ir.pieces import Box
 
 FORMAT_VERSION = 2  # version 1 also lists the sizes of the files
 TABLE = "meshweave.json"
@@ -63,81 +60,16 @@ T = TypeVar("T")
 _LOG = logging.getLogger("meshweave")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardedTensorView:
-    """A global tensor as the pieces that this process has (to save) or wants (to load, filled in place).
-
-    Implements DCP's `_Checkpointable` (torch/distributed/_checkpointable.py). A box may occur several times if a
-    process represents many devices: it is written once, and read once for all. Empty pieces are normal.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: tuple[tuple[Box, Tensor], ...]
-
-    def __post_init__(self) -> None:
-        for box, tensor in self.pieces:
-            assert tuple(tensor.shape) == box.size, f"a tensor of shape {tuple(tensor.shape)} for {box}"
-            assert tensor.dtype == self.dtype, f"a tensor of {tensor.dtype} in a view of {self.dtype}"
-
-    def distinct(self) -> list[tuple[Box, Tensor]]:
-        """The pieces without duplicates and empty pieces; a tensor without elements is a single piece."""
-        if prod(self.shape) == 0:
-            whole = Box((0,) * len(self.shape), self.shape)
-            return [(whole, tensor.new_empty(self.shape)) for _, tensor in self.pieces[:1]]
-        first: dict[Box, Tensor] = {}
-        for box, tensor in self.pieces:
-            first.setdefault(box, tensor)
-        return [(box, tensor) for box, tensor in first.items() if box.num_elements]
-
-    def repeat(self) -> None:
-        """Copy what was read once into every other tensor with the same box."""
-        first = dict(self.distinct())
-        for box, tensor in self.pieces:
-            if box.num_elements and first[box] is not tensor:
-                tensor.detach().copy_(first[box])
-
-    def copy(self) -> ShardedTensorView:
-        """Its distinct pieces, copied to CPU memory."""
-        copies = ((box, tensor.detach().to("cpu", copy=True)) for box, tensor in self.distinct())
-        return replace(self, pieces=tuple(copies))
-
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, box.offset),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(box), properties=TensorProperties(dtype=self.dtype), size=torch.Size(self.shape)
-                ),
-            )
-            for box, _ in self.distinct()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box, _ in self.distinct()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The piece at `index`. Its hint chooses among wanted boxes that begin at the same offset."""
-        pieces = self.distinct()
-        hinted = pieces[index.index : index.index + 1] if index.index is not None else []
-        return next(tensor for box, tensor in [*hinted, *pieces] if box.offset == tuple(index.offset or ()))
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.size))
-
-
 def save(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, ShardedTensorView],
+    tensors: Mapping[str, Tensor],
     info: Info,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint of `tensors` at `path`; every process of the group calls this.
 
-    A box that several processes or devices have is written once. `info` (of the first process) is small facts such as
-    step, seed and fingerprints. The files are written into `<path>.tmp-<id>`, which is renamed when all of them are
+    `tensors` are those of each process: what several have is written once. `info` (of the first process) is small facts
+    such as step and seed. The files are written into `<path>.tmp-<id>`, which is renamed when all of them are
     complete: until then, and after an error or Ctrl-C, the old contents of `path` stay. All processes must share a file
     system. Without torch.distributed this process writes alone.
 
@@ -150,20 +82,20 @@ def save(
 
 def async_save(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, ShardedTensorView],
+    tensors: Mapping[str, Tensor],
     info: Info,
     process_group: dist.ProcessGroup | None = None,
 ) -> Future[None]:
-    """`save` on a thread that writes and publishes the files. Returns once the pieces are copied to CPU memory.
+    """`save` on a thread that writes and publishes the files. Returns once the tensors are copied to CPU memory.
 
     The thread communicates over `process_group`, a Gloo group that nothing else uses until the future is done. The
     future's error is a CheckpointError, logged when it occurs; the end of the program waits for the thread. Raises
     CheckpointError, on every process, for a path that contains anything but a checkpoint, and if the copies failed on
     any process.
     """
-    copies: dict[str, ShardedTensorView] = {}
+    copies: dict[str, Tensor] = {}
     writer = _begin(
-        path, info, process_group, lambda: copies.update({name: view.copy() for name, view in tensors.items()})
+        path, info, process_group, lambda: copies.update({n: x.to("cpu", copy=True) for n, x in tensors.items()})
     )
     executor = ThreadPoolExecutor(1, thread_name_prefix="meshweave-checkpoint")
     done = executor.submit(_write_beside_steps, copies, writer, process_group, not is_in_job())
@@ -171,36 +103,66 @@ def async_save(
     return done
 
 
-def load(
-    path: str | os.PathLike[str],
-    wanted: Mapping[str, ShardedTensorView],
-    process_group: dist.ProcessGroup | None = None,
-) -> dict[str, int | str]:
-    """Fill `wanted` in place from the checkpoint at `path`, whatever its layout when saved, and return its info.
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint at a path. A save that was killed between its two renames leaves the checkpoint that it
+    replaced at `<path>.old-<id>`, which is then read."""
 
-    `wanted` names every tensor of the model on every process; a process without a part of a tensor passes a view
-    without pieces. Each process reads the pieces that it needs and checks their checksums. A save that was killed
-    between its two renames leaves the checkpoint that it replaced at `<path>.old-<id>`, which is then read.
+    path: Path
+    metadata: Metadata
+    has_checksums: bool
+    info: Mapping[str, Any]
 
-    Raises CheckpointError, on every process, when there is no checkpoint, when it is damaged, of another model or of an
-    unknown version; then `wanted` is unchanged, unless a data file turned out to be damaged during the read.
-    """
-    rank = dist.get_rank(process_group) if is_in_job() else 0
-    return _together(lambda: _load(Path(os.path.realpath(path)), wanted), process_group)[rank]
+    @staticmethod
+    def at(path: str | os.PathLike[str]) -> Checkpoint:
+        """Read its tables. Raises CheckpointError when there is no checkpoint, when it is damaged or of an unknown
+        version."""
+        folder = _find(Path(os.path.realpath(path)))
+        with _errors("the checkpoint cannot be read", folder):
+            table = _read_table(folder)
+            return Checkpoint(folder, _read_metadata(folder), table["checksums"], table["info"])
 
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """Shapes and dtypes of the tensors, by name."""
+        tables = self.metadata.state_dict_metadata
+        return {
+            name: Spec(tuple(table.size), table.properties.dtype)
+            for name, table in tables.items()
+            if isinstance(table, TensorStorageMetadata)
+        }
 
-def saved_specs(path: str | os.PathLike[str]) -> dict[str, Spec]:
-    """Shapes and dtypes of the tensors in a checkpoint, by name. CheckpointError if there is no checkpoint."""
-    folder = _find(Path(os.path.realpath(path)))
-    with _errors("the checkpoint cannot be read", folder):
-        _read_table(folder)
-        return _specs(_read_metadata(folder))
+    def read(self, wanted: Mapping[str, Tensor]) -> None:
+        """Fill tensors and DTensors in place, by name, whatever their layout when saved. The checksums of what is
+        read are checked. CheckpointError for a damaged file."""
+        with _errors("the checkpoint cannot be read", self.path):
+            check = partial(_check_piece, self.path) if self.has_checksums else None
+            reader = CheckedReader(self.path, self.metadata, check)
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp_load(dict(wanted), storage_reader=reader, planner=planner, no_dist=True)
+
+    def check_model(self, wanted: Mapping[str, Spec]) -> None:
+        """CheckpointError unless these are the tensors of the checkpoint."""
+        saved = self.specs
+        differing = [n for n, spec in wanted.items() if saved.get(n, spec) != spec]
+        lists = {
+            "missing": [name for name in wanted if name not in saved],
+            "unexpected": [name for name in saved if name not in wanted],
+            "different": [f"{name} is {saved[name]}, not {wanted[name]}" for name in differing],
+        }
+        if any(lists.values()):
+            raise CheckpointError(
+                "the checkpoint is of another model",
+                where=str(self.path),
+                got="; ".join(f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in lists.items() if names),
+                expected="the same names, shapes and dtypes as the model's and the optimizer's",
+            )
 
 
 # Several processes.
 
 
-def _together(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+def on_all(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Do `work` on every process and return all results. A failure on any process is a failure on all."""
     # DCP warns of `no_dist` in every call; a thread must not change the filters for a while.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -247,17 +209,6 @@ def _errors(what: str, path: Path) -> Iterator[None]:
 # Writing.
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner for views. It writes a box that several processes have once, and refuses gaps and overlaps."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        view: ShardedTensorView = self.state_dict[index.fqn]
-        return view.__get_tensor_shard__(index)
-
-
 class _PieceWriter(FileSystemWriter):
     """Writes into `staged`, which the first process renames to `target` when all processes have finished."""
 
@@ -280,7 +231,6 @@ class _PieceWriter(FileSystemWriter):
                 hint="all processes must share a file system, and some process must have each box of a tensor's layout",
             )
         table = {
-            "format": "meshweave",
             "version": FORMAT_VERSION,
             "checksums": torch.serialization.get_crc32_options(),
             "info": dict(self.info),
@@ -305,20 +255,19 @@ def _begin(
             work()
         return _prepare(target) if is_first else None
 
-    staged = _together(begin, group)[0]
+    staged = on_all(begin, group)[0]
     assert staged is not None
     return _PieceWriter(staged, target, info, is_first)
 
 
 def _write(
-    tensors: Mapping[str, ShardedTensorView], writer: _PieceWriter, group: dist.ProcessGroup | None, is_alone: bool
+    tensors: Mapping[str, Tensor], writer: _PieceWriter, group: dist.ProcessGroup | None, is_alone: bool
 ) -> None:
     """Write and publish. On failure `staged` is removed, and the error is a CheckpointError, or Ctrl-C."""
     try:
         with _errors(NOT_WRITTEN, writer.target):
-            dcp_save(
-                dict(tensors), storage_writer=writer, planner=_SavePlanner(), process_group=group, no_dist=is_alone
-            )
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp_save(dict(tensors), storage_writer=writer, planner=planner, process_group=group, no_dist=is_alone)
     except BaseException:
         if writer.is_first:
             shutil.rmtree(writer.staged, ignore_errors=True)
@@ -326,19 +275,19 @@ def _write(
 
 
 def _write_beside_steps(
-    tensors: Mapping[str, ShardedTensorView], writer: _PieceWriter, group: dist.ProcessGroup | None, is_alone: bool
+    tensors: Mapping[str, Tensor], writer: _PieceWriter, group: dist.ProcessGroup | None, is_alone: bool
 ) -> None:
     """`_write` on a thread."""
     try:
         _write(tensors, writer, group, is_alone)
     except BaseException as error:
-        is_left = not is_alone and not dist.is_initialized()
-        hint = "destroy_process_group() ran during the save: wait for the future that async_save returns first"
-        got = f"{type(error).__name__}: {error}"
-        ours = CheckpointError(NOT_WRITTEN, where=str(writer.target), got=got, hint=hint if is_left else "")
-        shown = error if isinstance(error, MeshweaveError) and not is_left else ours
+        shown, is_left = error, group is not None and not dist.is_initialized()
+        if is_left or not isinstance(error, MeshweaveError):
+            hint = "destroy_process_group() ran during the save: wait for the future that async_save returns first"
+            got = f"{type(error).__name__}: {error}"
+            shown = CheckpointError(NOT_WRITTEN, where=str(writer.target), got=got, hint=hint if is_left else "")
         _LOG.error("%s: an asynchronous save failed: %s", writer.target, shown)
-        raise shown from (error if shown is ours else None)
+        raise shown from (None if shown is error else error)
 
 
 def _prepare(target: Path) -> Path:
@@ -397,41 +346,12 @@ def _sync(directory: Path) -> None:
 # Reading.
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner for views. Entries of bytes, which it would unpickle, are refused before (`_read_metadata`)."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        view: ShardedTensorView = self.state_dict[index.fqn]
-        return view.__get_tensor_shard__(index).detach()
-
-
-def _load(target: Path, wanted: Mapping[str, ShardedTensorView]) -> dict[str, int | str]:
-    path = _find(target)
-    with _errors("the checkpoint cannot be read", path):
-        table = _read_table(path)
-        metadata = _read_metadata(path)
-        _check_model(path, _specs(metadata), {name: Spec(view.shape, view.dtype) for name, view in wanted.items()})
-        reader = CheckedReader(path, metadata, partial(_check_piece, path) if table["checksums"] else None)
-        dcp_load(dict(wanted), storage_reader=reader, planner=_LoadPlanner(), no_dist=True)
-    for view in wanted.values():
-        view.repeat()
-    return dict(table["info"])
-
-
 def _find(target: Path) -> Path:
     path = target if target.exists() else next(iter(_leftovers(target, "old")), None)
     if path is None:
-        near = difflib.get_close_matches(target.name, [p.name for p in target.parent.glob("*")])
         raise CheckpointError(
             "there is no checkpoint at this path",
             where=str(target),
-            expected=" or ".join(near),
             hint="a save to this path is not finished, or was killed" if _leftovers(target, "tmp") else "",
         )
     return path
@@ -444,39 +364,27 @@ def _check_piece(path: Path, name: str, content: bytes) -> None:
             raise _damaged(path, f"wrong checksum in {name}")
 
 
-def _not_ours(path: Path, got: str) -> CheckpointError:
+def _damaged(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
-        "this is not a meshweave checkpoint",
-        where=str(path),
-        got=got,
-        expected=f"a directory with {TABLE} and {METADATA}",
+        "not a checkpoint of meshweave, or damaged", where=str(path), got=got, hint="use an earlier checkpoint"
     )
 
 
-def _damaged(path: Path, got: str) -> CheckpointError:
-    return CheckpointError("the checkpoint is damaged", where=str(path), got=got, hint="use an earlier checkpoint")
-
-
 def _read_table(path: Path) -> dict[str, Any]:
-    if not (path / TABLE).is_file():
-        raise _not_ours(path, "a file" if path.is_file() else f"no {TABLE}")
     try:
         table = json.loads((path / TABLE).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _damaged(path, f"{TABLE}: {error}") from error
-    if not isinstance(table, dict) or table.get("format") != "meshweave":
-        raise _not_ours(path, f"another {TABLE}")
-    if table.get("version") not in range(1, FORMAT_VERSION + 1):
+        version, (_, _) = table["version"], (dict(table["info"]), table["checksums"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"{TABLE}: {type(error).__name__}: {error}") from error
+    if version not in range(1, FORMAT_VERSION + 1):
         raise CheckpointError(
             "unknown format version of the checkpoint",
             where=str(path),
-            got=f"version {table.get('version')}",
+            got=f"version {version}",
             expected=f"version {FORMAT_VERSION}",
             hint="load it with the version of meshweave that wrote it, or a newer version",
         )
-    if not isinstance(table.get("info"), dict) or not isinstance(table.get("checksums"), bool):
-        raise _damaged(path, f"{TABLE} has no valid info")
-    return table
+    return dict(table)
 
 
 # The only classes that a table of pieces needs. Loading any other name would let the file choose what runs.
@@ -547,31 +455,3 @@ def _defect(path: Path, metadata: Metadata) -> str:
         if (path / name).stat().st_size < end:
             return f"{name} has {(path / name).stat().st_size} of {end} bytes"
     return ""
-
-
-def _specs(metadata: Metadata) -> dict[str, Spec]:
-    tables = {n: t for n, t in metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
-    return {name: Spec(tuple(table.size), table.properties.dtype) for name, table in tables.items()}
-
-
-def _check_model(path: Path, saved: Mapping[str, Spec], wanted: Mapping[str, Spec]) -> None:
-    missing = [name for name in wanted if name not in saved]
-    unexpected = [name for name in saved if name not in wanted]
-    differing = [
-        f"{name} is {saved[name]}, not {spec}" for name, spec in wanted.items() if name in saved and saved[name] != spec
-    ]
-    if not missing and not unexpected and not differing:
-        return
-    parts = [("missing", missing), ("unexpected", unexpected), ("different", differing)]
-    near = [(name, match) for name in missing[:3] for match in difflib.get_close_matches(name, unexpected, 1)]
-    raise CheckpointError(
-        "the checkpoint is of another model",
-        where=str(path),
-        got="; ".join(
-            f"{len(names)} {label}: {', '.join([*names[:3], '...'] if len(names) > 3 else names)}"
-            for label, names in parts
-            if names
-        ),
-        expected="the same names, shapes and dtypes as the model's",
-        hint="; ".join(f"'{name}' may be the checkpoint's '{match}'" for name, match in near),
-    )

@@ -12,15 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from meshweave.interop.dtensor import local_tensor, set_local_tensor
-from meshweave.interop.hooks import forward_pre_hooks
 from meshweave.interop.modules import own_parameters
-from meshweave.ir.graph import Input, Spec
+from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.placements import layout_from_placements
 from meshweave.runtime.dtensor import dtensor_from_piece, dtensor_placements, unheld_dtensor
 from meshweave.runtime.optimizer_state import note_replaced, replace_in_optimizer
-from meshweave.runtime.world import World
 
 
 def dtensor_parameter(like: Tensor, piece: Tensor | None, item: Input, layout: Layout, device_type: str) -> Tensor:
@@ -47,80 +45,34 @@ def replace_parameters(
 ) -> None:
     """Replace old parameters by new parameters in every module that has them, so that tied weights stay tied, in the
     groups of the optimizer and in its state. (A plain tensor cannot become a DTensor in place, because DTensor has
-    slots.)"""
+    slots.) `load_state_dict` of these modules still takes full tensors."""
     for module in model.modules():
-        for name, old in list(own_parameters(module).items()):
-            if old is not None and old in replaced:
-                setattr(module, name, replaced[old])
+        own = {name: old for name, old in own_parameters(module).items() if old is not None and old in replaced}
+        for name, old in own.items():
+            setattr(module, name, replaced[old])
+        if own:
+            module.register_load_state_dict_pre_hook(_cut_full_tensors)
     note_replaced(replaced)
     if optimizer is not None:
         replace_in_optimizer(optimizer, replaced)
 
 
-class GatherHooks:
-    """Hooks before and after the forward of each module of a model: its sharded parameters are whole meanwhile, as
-    after `fully_shard`. A copy of the model has the same hooks."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def __deepcopy__(self, memo: Any) -> GatherHooks:
-        return self
-
-    def enter(self, module: nn.Module, args: Any) -> None:
-        for owner in _owners(module):
-            _gather(owner, self.world)
-
-    def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        for owner in _owners(module):
-            _let_go(owner)
+def dtensor_like(value: Tensor, param: Any) -> Tensor:
+    """A full tensor of an optimizer's state as a DTensor: cut like its parameter if it has its shape, else the same on
+    every rank."""
+    if value.shape == param.shape:
+        return _cut(value, param)
+    placements = [Replicate() for _ in range(param.device_mesh.ndim)]
+    return DTensor.from_local(value.contiguous(), param.device_mesh, placements, run_check=False)
 
 
-def add_hooks(model: nn.Module, world: World) -> None:
-    """Let `model(x)` run on plain tensors, with gradients that arrive at the DTensors, and `load_state_dict` take full
-    tensors. All ranks run the forward together. A model that already has the hooks switches to the new world."""
-    for module in model.modules():
-        known = [getattr(hook, "__self__", None) for hook in forward_pre_hooks(module)]
-        hooks = next((hook for hook in known if isinstance(hook, GatherHooks)), None)
-        if hooks is not None:
-            hooks.world = world
-        elif any(isinstance(p, DTensor) for p in module.parameters()):
-            hooks = GatherHooks(world)
-            module.register_forward_pre_hook(hooks.enter)
-            module.register_forward_hook(hooks.leave, always_call=True)
-            module.register_load_state_dict_pre_hook(_cut_full_tensors)
-
-
-# Modules of torch whose forward reads the parameters of their children (torch/nn/modules/activation.py, and the fast
-# paths of transformer.py).
-_READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-
-def _owners(module: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters the forward of a module reads itself."""
-    return list(module.modules()) if isinstance(module, _READ_CHILDREN) else [module]
-
-
-_SHARDS = "_meshweave_shards"  # the DTensors of a module whose forward runs, and how often it is entered
-
-
-class _Whole(torch.autograd.Function):
-    """The values of a DTensor, gathered by the world's own collectives, which end on every rank when any rank fails.
-    The gradient that arrives is this rank's piece of the DTensor's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, shards: DTensor, world: World) -> Tensor:
-        ctx.layout = layout = layout_of(shards)
-        pieces = [local_tensor(shards)] if torch.distributed.get_rank() in layout.mesh else []
-        return world.assemble(Spec(tuple(shards.shape), shards.dtype), layout, pieces)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        layout, rank = ctx.layout, torch.distributed.get_rank()
-        if rank not in layout.mesh:
-            return unheld_dtensor(layout, Spec(tuple(grad.shape), grad.dtype), grad.device.type), None
-        piece = grad[layout.box_of(grad.shape, rank).slices()].contiguous()
-        return dtensor_from_piece(piece, layout, grad.shape), None
+def distribute_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer's state that is older than the DTensors in place of its parameters become DTensors, too."""
+    for param, kept in optimizer.state.items():
+        for slot, value in kept.items() if isinstance(param, DTensor) else ():
+            is_full = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if is_full and slot != "step" and (value.shape == param.shape or value.numel() != 1):
+                kept[slot] = dtensor_like(value.detach(), param)
 
 
 class WholeSums(TorchFunctionMode):
@@ -140,28 +92,6 @@ def layout_of(tensor: DTensor) -> Layout:
     names = at.mesh_dim_names or tuple(f"dim{i}" for i in range(at.ndim))
     mesh = Mesh(dict(zip(names, at.shape, strict=True)), devices=at.mesh.flatten().tolist())
     return layout_from_placements(tensor.placements, mesh, tensor.dim())
-
-
-def _gather(module: nn.Module, world: World) -> None:
-    entered = module.__dict__.get(_SHARDS)
-    if entered is not None:
-        entered[1] += 1
-        return
-    own: dict[str, Any] = own_parameters(module)
-    shards = {name: p for name, p in own.items() if isinstance(p, DTensor)}
-    if shards:
-        module.__dict__[_SHARDS] = [shards, 1]
-        own.update({name: _Whole.apply(p, world) for name, p in shards.items()})
-
-
-def _let_go(module: nn.Module) -> None:
-    entered = module.__dict__.get(_SHARDS)
-    if entered is None:
-        return
-    entered[1] -= 1
-    if not entered[1]:
-        own_parameters(module).update(entered[0])
-        del module.__dict__[_SHARDS]
 
 
 def piece_of(tensor: Tensor) -> Tensor:

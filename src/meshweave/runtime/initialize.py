@@ -6,6 +6,7 @@ single module's own tensors are in memory at a time.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.errors import CaptureError
-from meshweave.interop.modules import copied_dicts, own_tensors, restore_dicts, set_submodules, twin_of
+from meshweave.interop.modules import own_tensors
 from meshweave.interop.storages import version_of
-from meshweave.ir.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,70 +31,34 @@ class _Owner:
 
 
 def materialize(model: nn.Module, seed: int, wanted: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full CPU tensor) for each parameter and buffer of `model`, or for those named in `wanted`.
+    """Yield (name, tensor) for each parameter and buffer of `model`, or for those named in `wanted`.
 
     Names are those of `named_parameters` and `named_buffers`; a tied tensor is yielded once. The model is not changed.
-    A tensor that is not on the meta device is yielded with its value (and shares its memory if on CPU). The others are
-    initialised as when the model is built on CPU: by `reset_parameters` of the module and of each enclosing module in
-    turn, since a block may rescale its children's values; in a Hugging Face model then by its `_init_weights`. Random
-    numbers come from a generator seeded with a hash of `seed` and the module's path; the global generators are
-    unchanged.
+    A tensor or DTensor that is not on the meta device is yielded as it is. The others are full CPU tensors, initialised
+    as when the model is built on CPU: by `reset_parameters` of the module and of each enclosing module in turn, since a
+    block may rescale its children's values; in a Hugging Face model then by its `_init_weights`. Random numbers come
+    from a generator seeded with a hash of `seed` and the module's path; the global generators are unchanged.
 
     Raises CaptureError for a tensor that nothing initialises.
     """
-    requested = None if wanted is None else set(wanted)
-    real = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for owner in _owners(_skeleton(model)):
-        names = [name for name in owner.keys if requested is None or name in requested]
-        yield from ((name, full_values(real[name]).cpu()) for name in names if not real[name].is_meta)
-        if any(real[name].is_meta for name in names):
-            tensors = _initialised(owner, {n: k for n, k in owner.keys.items() if real[n].is_meta}, seed)
-            yield from ((name, tensors.pop(name)) for name in names if real[name].is_meta)
-            del tensors  # or a tensor that is not wanted would live on while the next module is initialised
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    requested = set(tensors if wanted is None else wanted)
+    yield from ((name, x.detach()) for name, x in tensors.items() if name in requested and not x.is_meta)
+    missing = {name for name, x in tensors.items() if name in requested and x.is_meta}
+    for owner in _owners(_on_meta(model)) if missing else ():
+        if names := [name for name in owner.keys if name in missing]:
+            initial = _initialised(owner, names, seed)
+            yield from ((name, initial.pop(name)) for name in names)
 
 
-def full_values(tensor: Any) -> Tensor:
-    """A tensor's values; for a DTensor, those of the full tensor, which all ranks request together."""
-    values: Tensor = tensor.detach()
-    return values.full_tensor() if hasattr(values, "full_tensor") else values
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model with every tensor on the meta device."""
+    tensors = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(x): _empty(x) for x in tensors})
 
 
-def has_layout(tensor: Any, layout: Layout) -> bool:
-    """Whether a tensor is a DTensor of this layout, on the layout's mesh."""
-    if not hasattr(tensor, "placements"):
-        return False
-    from meshweave.runtime.dtensor_parameters import is_placed  # slow to import
-
-    return is_placed(tensor, layout, tuple(tensor.shape))
-
-
-def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy of the module tree with every tensor on the meta device; other attributes are shared with the model."""
-    modules: dict[int, nn.Module] = {}
-    tensors: dict[int, Tensor] = {}
-
-    def meta(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        if id(tensor) not in tensors:
-            tensors[id(tensor)] = _empty(tensor, "meta")
-        return tensors[id(tensor)]
-
-    def copy(module: nn.Module | None) -> nn.Module | None:
-        if module is None or id(module) in modules:
-            return module and modules[id(module)]
-        twin, children = twin_of(module, meta)
-        modules[id(module)] = twin
-        set_submodules(twin, {key: copy(child) for key, child in children.items()})
-        return twin
-
-    root = copy(model)
-    assert root is not None
-    return root
-
-
-def _empty(like: Tensor, device: str) -> Tensor:
-    tensor = torch.empty(like.shape, dtype=like.dtype, device=device)
+def _empty(like: Tensor) -> Tensor:
+    tensor = torch.empty(like.shape, dtype=like.dtype, device="meta")
     return nn.Parameter(tensor, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else tensor
 
 
@@ -103,8 +67,8 @@ def _owners(root: nn.Module) -> Iterator[_Owner]:
     seen: set[int] = set()
     for path, module in root.named_modules():
         own = own_tensors(module)
-        first = {id(tensor): key for key, tensor in reversed(own.items()) if tensor is not None}
-        keys = [key for key, tensor in own.items() if first.get(id(tensor)) == key and id(tensor) not in seen]
+        first = {id(tensor): key for key, tensor in reversed(own.items())}
+        keys = [key for key, tensor in own.items() if first[id(tensor)] == key and id(tensor) not in seen]
         seen.update(first)
         if keys:
             prefix = f"{path}." if path else ""
@@ -118,25 +82,27 @@ def _chain(root: nn.Module, path: str) -> tuple[nn.Module, ...]:
     return tuple(chain)
 
 
-def _initialised(owner: _Owner, keys: dict[str, str], seed: int) -> dict[str, Tensor]:
-    """Initial tensors of a module, which is back on the meta device when this returns. `keys` by name."""
+def _initialised(owner: _Owner, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+    """Initial tensors of a module, by name. It is back on the meta device when this returns."""
     module = owner.chain[-1]
-    declared, before = own_tensors(module), copied_dicts(module)
-    try:
-        fresh = {key: _unset(declared[key]) for key in keys.values()}
-        params, buffers = ({key: fresh.get(key, x) for key, x in own.items()} for own in before)
-        restore_dicts(module, (params, buffers))
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
-            # Not torch.manual_seed, which would also reseed every accelerator.
-            torch.default_generator.manual_seed(_seed(seed, owner.path))
-            for initialise in _initialisers(owner.chain):
-                _run(owner, initialise)
-        now = own_tensors(module)
-        for name, key in keys.items():
-            _check(owner, name, declared[key], now[key])
-        return {name: now[key].detach() for name, key in keys.items()}  # type: ignore[union-attr]
-    finally:
-        restore_dicts(module, before)
+    module.to_empty(device="cpu", recurse=False)
+    empty = own_tensors(module)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
+        for tensor in filter(_has_nan, empty.values()):
+            tensor.fill_(torch.nan)
+        # Not torch.manual_seed, which would also reseed every accelerator.
+        torch.default_generator.manual_seed(_seed(seed, owner.path))
+        for initialise in _initialisers(owner.chain):
+            _run(owner, initialise)
+    initial = own_tensors(module)
+    for name in names:
+        _check(owner, name, empty[owner.keys[name]], initial[owner.keys[name]])
+    module.to_empty(device="meta", recurse=False)
+    return {name: initial[owner.keys[name]].detach() for name in names}
+
+
+def _has_nan(x: Tensor) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex
 
 
 def _seed(seed: int, path: str) -> int:
@@ -179,30 +145,14 @@ def _run(owner: _Owner, initialise: Callable[[], object]) -> None:
         ) from error
 
 
-def _unset(like: Tensor | None) -> Tensor:
-    """A CPU tensor whose values show that nothing has set them."""
-    assert like is not None, "a tensor of the module"
-    tensor = _empty(like, "cpu")
-    tensor.detach().fill_(_unset_value(like.dtype))
-    return tensor
-
-
-def _unset_value(dtype: torch.dtype) -> float | int:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return 1 if dtype is torch.bool else torch.iinfo(dtype).max - 17
-
-
-def _check(owner: _Owner, name: str, declared: Tensor | None, tensor: Tensor | None) -> None:
-    """CaptureError unless every number, or any integer, has been set: integers that were written in place may have any
-    value."""
-    assert declared is not None, "a tensor of the module"
-    if tensor is not None and (tensor.shape, tensor.dtype) == (declared.shape, declared.dtype):
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+def _check(owner: _Owner, name: str, empty: Tensor, initial: Tensor) -> None:
+    """CaptureError unless a tensor has been initialised: every number of it (`empty` was NaN), or any integer."""
+    if (initial.shape, initial.dtype) == (empty.shape, empty.dtype):
+        if _has_nan(initial):
+            wide = initial.float() if initial.dtype.itemsize == 1 else initial
             if not bool(wide.isnan().any()):
                 return
-        elif not tensor.numel() or version_of(tensor) > 1 or bool((tensor != _unset_value(tensor.dtype)).any()):
+        elif initial is not empty or version_of(initial) or not initial.numel():
             return
     kind = type(owner.chain[-1]).__name__
     raise CaptureError(

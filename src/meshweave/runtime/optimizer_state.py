@@ -5,22 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.optimizers import OptimizerSpec, number_like
-from meshweave.errors import StepError
 from meshweave.interop.storages import version_of
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.runtime.bindings import Bindings, Bound
-from meshweave.runtime.initialize import full_values
 from meshweave.runtime.state import Key, State
-
-if TYPE_CHECKING:
-    from meshweave.runtime.session import Session
 
 _SUCCESSOR = "replaced_by"  # an attribute of a replaced parameter: the parameter in its place
 Numbers = Mapping[str, Mapping[str, Any]]  # values of an optimizer that are not pieces, such as step counts: by
@@ -70,17 +64,6 @@ class OptimizerState:
                 slot, entries = self._entries(item)
                 entries[slot] = self._bind(state, item, layout)
 
-    def put_numbers(self, state: State, spec: OptimizerSpec, fresh: Collection[str]) -> None:
-        """Write the numbers of a loaded state to `optimizer.state`. Parameters in `fresh`, and those with an empty
-        entry, have taken no step and have no state."""
-        likes = {slot: value for kind in spec.kinds for slot, value in kind.kept.items()}
-        for name in (*fresh, *(name for name, values in state.numbers.items() if not values and name in self.params)):
-            self.optimizer.state.pop(self.params[name], None)
-        for name, values in ((name, values) for name, values in state.numbers.items() if values):
-            entries = self.optimizer.state[self.params[name]] if name in self.params else {}
-            entries |= {slot: number_like(value, likes.get(slot)) for slot, value in values.items()}
-            self.marks |= {(name, slot): _mark(entries[slot]) for slot in values}
-
     def take_over(self, state: State) -> bool:
         """Cut new pieces of the tensors that the user has put into `optimizer.state`, or written, since the step last
         did.
@@ -96,21 +79,6 @@ class OptimizerState:
         for key in numbers:
             del self.marks[key]
         return bool(changed or numbers)
-
-    def check_unwritten(self, session: Session) -> None:
-        """StepError, and the end of the step, if the user has written values in the middle of it."""
-        state, now = session.state, self._numbers_now()
-        written = [item.name for item, _ in state.items if item.kind == "state" and self._is_changed(item)]
-        written += [f"{slot}/{name}" for (name, slot), value in now.items() if _mark(value) != self.marks[name, slot]]
-        written += self.bindings.names_written()
-        if written:
-            session.drop()
-            raise StepError(
-                "values were written in the middle of a step",
-                got=f"{', '.join(written[:3])} after forward()",
-                expected="writes before forward() or after update()",
-                hint="the step has ended without an update: begin with forward()",
-            )
 
     def _numbers_now(self) -> dict[tuple[str, str], Any]:
         """The numbers that `optimizer.state` has, of those that the step last wrote."""
@@ -137,7 +105,7 @@ class OptimizerState:
             state.put(item, layout, state.zeros(item))
             return
         if state.holders(layout):  # else other stages' devices have it, and this rank none of its values
-            state.put(item, layout, full_values(now).to(item.spec.dtype).expand(item.spec.shape))
+            state.put(item, layout, now)
         self.optimizer.state[self.params[name]][slot] = self._bind(state, item, layout)
 
     def _bind(self, state: State, item: Input, layout: Layout) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -12,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshweave.cost.simulate.result import Simulation
-from meshweave.errors import LayoutError, PlanError, StepError
+from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.bindings import Bindings
@@ -28,7 +29,6 @@ from meshweave.runtime.cluster import on_any
 from meshweave.runtime.cuda_graphs import CudaGraphs, DeviceGraphs
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
 from meshweave.runtime.inputs import Inputs, numbers_on
-from meshweave.runtime.interrupts import uninterrupted
 from meshweave.runtime.measured import measured
 from meshweave.runtime.recorded import can_be_recorded
 from meshweave.runtime.regions.compiler import BackendName, RegionCompiler, backend_for, checked_backend
@@ -110,54 +110,6 @@ def graphs_of(world: World, settings: SessionSettings) -> DeviceGraphs | None:
     return CudaGraphs(world.device) if settings.run.cuda_graphs and is_alone and is_last else None
 
 
-@dataclass(slots=True)
-class Progress:
-    """A step is (forward, backward) once per microbatch, then update. `num_done` microbatches have run backward."""
-
-    num_micros: int
-    num_done: int = 0
-    is_forward: bool = False  # a microbatch has run forward but not backward
-
-    @property
-    def due(self) -> str:
-        """The next part."""
-        if self.is_forward:
-            return "backward"
-        return "forward" if self.num_done < self.num_micros else "update"
-
-    def check(self, part: str) -> None:
-        """Raise StepError unless `part` is next."""
-        if part != self.due:
-            raise StepError(
-                f"{part} is out of order in this step",
-                got=self._so_far(),
-                expected=f"{self.due}()",
-                hint="a step is forward and backward"
-                + (" for each microbatch" * (self.num_micros > 1))
-                + ", then update",
-            )
-
-    def check_idle(self, what: str) -> None:
-        """Raise StepError in the middle of a step."""
-        if self.is_forward or self.num_done:
-            raise StepError(
-                f"{what} is not possible in the middle of a step", got=self._so_far(), expected=f"{self.due}() first"
-            )
-
-    def advance(self, part: str) -> None:
-        self.is_forward = part == "forward"
-        self.num_done = {"forward": self.num_done, "backward": self.num_done + 1, "update": 0}[part]
-
-    def reset(self) -> None:
-        """Forget the step."""
-        self.num_done, self.is_forward = 0, False
-
-    def _so_far(self) -> str:
-        at = f" of microbatch {self.num_done + self.is_forward} of {self.num_micros}" if self.num_micros > 1 else ""
-        last = "forward" if self.is_forward else "backward" if self.num_done else ""
-        return f"after {last}{at}" if last else "a step that has not begun"
-
-
 class Saves:
     """Asynchronous saves of a state, at most a single save at a time.
 
@@ -169,25 +121,17 @@ class Saves:
         self._pending: Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
 
-    @contextmanager
-    def call(self, world: World, progress: Progress, name: str) -> Iterator[None]:
-        """A call that saves or loads, between two steps, after the previous save is done."""
-        progress.check_idle("a checkpoint")
-        with world.call(name):
-            self._wait(world)
-            yield
-
     def begin(self, world: World, save: Callable[[dist.ProcessGroup | None], Future[None]]) -> Future[None]:
-        """Begin a save over the group of these saves, in a `call`."""
+        """Begin a save over the group of these saves, after `wait`."""
         assert self._pending is None
         if world.is_distributed and self._group is None:
             self._group = dist.new_group(backend="gloo", group_desc="checkpoints")
         self._pending = save(self._group)
         return self._pending
 
-    def _wait(self, world: World) -> None:
-        """Wait for the current save. Raises its CheckpointError, once; StepError when another process has failed
-        meanwhile."""
+    def wait(self, world: World) -> None:
+        """Wait for the current save; all processes call it. Raises its CheckpointError, once; StepError when another
+        process has failed meanwhile."""
         if self._pending is None:
             return
         while not wait_for([self._pending], POLL).done:
@@ -233,11 +177,28 @@ def check_finite(losses: Sequence[float], step: int) -> None:
         )
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Defer Ctrl-C until the block is done, so that an update is never left half-way. Then it is delivered as usual: to
+    a handler that stops all processes after the same step, or as KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
+
+
 class Session:
     """Runs the rank graphs of a program step by step on the devices of a world.
 
-    A step is forward and backward, once per microbatch, then update; `run` runs all of it. A failed step leaves the
-    state of the last completed step, unless it failed during the update: then the state is torn and raises errors.
+    A step is forward and backward, once per microbatch, then update. A failed step leaves the state of the last
+    completed step, unless it failed during the update: then the state is torn and raises errors.
     Parameters gathered by the previous step are not part of the state: see `Carries`.
     """
 
@@ -260,7 +221,10 @@ class Session:
             self.compiler.joins_updates = self.graphs is None  # the host launches each kernel
         self._has_regions = False
         self._build(meter)
-        self.state: State = State(self.roles, world.devices, world.device) if share is None else share.state
+        if share is None:
+            self.state = State(roles=self.roles, devices=world.devices, device=world.device)
+        else:
+            self.state = share.state
         self.bindings: Bindings = Bindings(world) if share is None else share.bindings
         self.saves: Saves = Saves() if share is None else share.saves
         if share is not None:
@@ -268,11 +232,8 @@ class Session:
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
         self.carries = Carries(self.roles, world)
         self.values: dict[str, Tensor] = {}  # loss and grad_norm of the last step
-        self.progress = Progress(settings.accumulate)
         self.gradient_pieces: dict[str, list[Tensor]] | None = None  # of the last step, by name
         self._envs: list[Env] = []
-        self._between: list[dict[Key, Tensor]] = []  # values that a microbatch passes to the next
-        self._losses: list[Fetched] = []
 
     def _recorder(self, has_regions: bool) -> DeviceGraphs | None:
         """What records the passes of a step."""
@@ -298,7 +259,7 @@ class Session:
     def compile_regions(self) -> None:
         """Compile the regions before the first step: until then a program may only be simulated, on a machine that
         could not run it. All processes call it."""
-        if self._has_regions or self.compiler.backend == "eager" or self.progress.num_done:
+        if self._has_regions or self.compiler.backend == "eager":
             return
         self._build(self.executor.meter, True)
         self._has_regions = True
@@ -318,30 +279,27 @@ class Session:
     def _executors(self) -> tuple[Executor, ...]:
         return (self.executor, self._early) if self.settings.accumulate > 1 else (self.executor,)
 
-    @property
-    def _running(self) -> Executor:
-        """The tasks of the current microbatch."""
-        if self._is_last:
-            return self.executor
-        self._early.meter = self.executor.meter
-        return self._early
-
     # running
 
     def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float], done: Done = None) -> Tensor:
         """Run a step over its microbatches; the loss is their mean. `numbers` are those of the optimizer
         (`capture.optimizers.StepNumbers`). `done()` is called once the step is taken; Ctrl-C waits for its end.
         Raises StepError when the loss is not finite, before anything is updated."""
-        self.progress.check_idle("a whole step")
+        self.state.check_usable()
         try:
             with self.world.guard():
-                for batch in micros:
-                    self.forward(batch)
-                    self.backward()
-                self.update(numbers, done)
-        except BaseException:  # Ctrl-C may come between two parts
-            self.drop()
-            raise
+                self.compile_regions()
+                self.bindings.take_over(self.state, is_guarded=True)
+                losses, left = self._differentiate(micros)
+                if self.settings.run.check_finite:
+                    check_finite([loss.number() for loss in losses], self.state.num_steps + 1)
+                with uninterrupted():
+                    self._update(numbers, left)
+                    self._keep_results(losses)
+                    if done is not None:
+                        done()
+        finally:
+            self._release()
         return self.values["loss"].clone()
 
     def trace(
@@ -375,73 +333,46 @@ class Session:
             all_traces = gathered(traces) if self.world.is_distributed else traces
         return measured(self.roles, all_traces, devices, tokens)
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Forward and loss of a microbatch. Returns its loss. StepError when it is out of order."""
-        self.progress.check("forward")
-        self.state.check_usable()
-        with self._attempt("forward"):
-            self.compile_regions()
-            if not self.progress.num_done:
-                self.bindings.take_over(self.state, is_followed=True)  # by the guards of the step
-                self._between, self._losses = [{} for _ in self.ranks], []
-            draw = self.state.num_steps * self.settings.accumulate + self.progress.num_done
-            self._envs = self._inputs(batch, draw)
-            if self._is_last:
+    def _differentiate(self, micros: Sequence[Mapping[str, Tensor]]) -> tuple[list[Fetched], list[dict[Key, Tensor]]]:
+        """Forward, loss and backward of each microbatch in turn. Its gradients are added to those of earlier ones; the
+        last reduces their sums over the mesh. Returns the losses, and for each device the buffers that are left."""
+        losses, left = list[Fetched](), [dict[Key, Tensor]() for _ in self.ranks]
+        for index, batch in enumerate(micros):
+            is_last = index + 1 == self.settings.accumulate
+            executor = self.executor if is_last else self._early
+            executor.meter = self.executor.meter
+            self._envs = self._inputs(batch, self.state.num_steps * self.settings.accumulate + index, left)
+            if is_last:
                 self.carries.drop()
-            self._running.begin(self._envs)
-            self._running.run(FORWARD)
-            self._losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.run.check_finite))
-        return self._losses[-1].value.clone()
-
-    def backward(self) -> None:
-        """Backward of the microbatch that ran forward. Its gradients are added to those of earlier microbatches; the
-        last microbatch reduces their sums over the mesh."""
-        self.progress.check("backward")
-        with self._attempt("backward"):
-            self._running.run(BACKWARD)
-            left = ("buffer",) if self._is_last else ("buffer", "acc")
-            self._between = [
-                {key: env[slot] for key, slot in outputs(rank) if key[0] in left}
+            executor.begin(self._envs)
+            executor.run(FORWARD)
+            losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.run.check_finite))
+            executor.run(BACKWARD)
+            kinds = ("buffer",) if is_last else ("buffer", "acc")
+            left = [
+                {key: env[slot] for key, slot in outputs(rank) if key[0] in kinds}
                 for rank, env in zip(self.ranks, self._envs, strict=True)
             ]
-            if not self._is_last:
-                self._running.end()
-
-    def update(self, numbers: Mapping[str, float], done: Done = None) -> None:
-        """New parameters and optimizer state, after every microbatch of the step has run backward. See `run`."""
-        self.progress.check("update")
-        with self._attempt("update"):
-            if self.settings.run.check_finite:
-                check_finite([loss.number() for loss in self._losses], self.state.num_steps + 1)
-            with uninterrupted():
-                self._update(numbers)
-                if self.settings.run.keep_gradients:
-                    self.gradient_pieces = pieces_by_name(self.ranks, self._envs, "grad")
-                has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
-                norm = {"grad_norm": scalar(self.ranks, self._envs, "norm")} if has_norm else {}
-                self.values = {"loss": mean_of(self._losses), **norm}
-                if done is not None:
-                    done()
-        self._let_go()
+            if not is_last:
+                executor.end()
+        return losses, left
 
     def evaluate(self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward only, which changes nothing: the loss (NaN if the program has none) and the full tensors of the
-        model's outputs, whose `specs` are by name. All processes call it. StepError in the middle of a step."""
-        self.progress.check_idle("an evaluation")
+        model's outputs, whose `specs` are by name. All processes call it."""
         self.state.check_usable()
         with self.world.guard():
             try:
                 self.compile_regions()
-                self.bindings.take_over(self.state)
-                self._between = [{} for _ in self.ranks]
-                self._envs = self._inputs(batch, self.state.num_steps)
+                self.bindings.take_over(self.state, is_guarded=True)
+                self._envs = self._inputs(batch, self.state.num_steps, [{} for _ in self.ranks])
                 self.executor.begin(self._envs)
                 self.executor.run(FORWARD)
                 has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
                 loss = scalar(self.ranks, self._envs, "loss") if has_loss else torch.tensor(torch.nan)
                 return loss, self._outputs(specs)
             finally:
-                self._let_go()
+                self._release()
 
     def _outputs(self, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
         values = pieces_by_name(self.ranks, self._envs, "output")
@@ -453,41 +384,22 @@ class Session:
         }
         return {n: self.world.assemble(spec, layouts[n], values.get(n, [])) for n, spec in specs.items()}
 
-    @property
-    def _is_last(self) -> bool:
-        """Whether the current microbatch is the step's last."""
-        return self.progress.num_done + 1 == self.settings.accumulate
-
-    def _let_go(self) -> None:
-        self._envs, self._between = [], []
+    def _release(self) -> None:
+        """Free the values of a step that has ended, completed or not."""
+        self._envs = []
         for executor in self._executors:
             executor.end()
 
-    def drop(self) -> None:
-        """End a step that is not complete; the next step begins afresh."""
-        self._let_go()
-        self.progress.reset()
-
-    @contextmanager
-    def _attempt(self, part: str) -> Iterator[None]:
-        """A part of a step; a failure ends the step, and the next step begins afresh."""
-        try:
-            with self.world.guard():
-                yield
-        except BaseException:
-            self.drop()
-            raise
-        self.progress.advance(part)
-
-    def _inputs(self, batch: Mapping[str, Tensor], draw: int) -> list[Env]:
+    def _inputs(self, batch: Mapping[str, Tensor], draw: int, between: Sequence[dict[Key, Tensor]]) -> list[Env]:
         envs, carries = self.executor.environment(), self.carries.ready(self.state)
-        self.inputs.fill(envs, self.state, batch, draw, carries, self._between, self.executor.meter)
+        self.inputs.fill(envs, self.state, batch, draw, carries, between, self.executor.meter)
         return envs
 
-    def _update(self, numbers: Mapping[str, float]) -> None:
+    def _update(self, numbers: Mapping[str, float], left: Sequence[dict[Key, Tensor]]) -> None:
+        """New parameters and optimizer state, and the buffers that the last microbatch has `left`."""
         scalars = numbers_on(self.world.device, numbers, torch.float64)
         update = Update(self.state, self.bindings, self.replacements, self._envs)
-        buffers = [(key, v) for left in self._between for key, v in left.items() if key[0] == "buffer"]
+        buffers = [(key, v) for its in left for key, v in its.items() if key[0] == "buffer"]
         update.begin(scalars)
         self.executor.run(UPDATE, update.commit)
         update.finish(buffers)
@@ -496,12 +408,20 @@ class Session:
         self.state.num_steps += 1
         self.state.torn = False
 
+    def _keep_results(self, losses: Sequence[Fetched]) -> None:
+        """What can be read after a step: its loss and norm, and its gradients if they are kept."""
+        if self.settings.run.keep_gradients:
+            self.gradient_pieces = pieces_by_name(self.ranks, self._envs, "grad")
+        has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
+        norm = {"grad_norm": scalar(self.ranks, self._envs, "norm")} if has_norm else {}
+        self.values = {"loss": mean_of(losses), **norm}
+
     # reading values
 
     def full(self, kind: str, pieces: Mapping[str, list[Tensor]] | None = None) -> dict[str, Tensor]:
         """Full tensors by name of a kind (param, buffer, state), or of the gradients passed. All processes call it."""
         source = "param" if kind == "grad" else kind
-        if kind in ("param", "buffer") and not self.progress.num_done:
+        if kind in ("param", "buffer"):
             self.bindings.take_over(self.state)
         named = {name for rank in self.roles for its_kind, name in rank.outputs if its_kind == kind}
         items = [pair for pair in self.state.items if pair[0].kind == source]
@@ -523,19 +443,6 @@ class Session:
             raise StepError("there are no gradients before the first step", hint="take a step first: step(batch)")
         return self.full("grad", self.gradient_pieces)
 
-    def sharded(self, kind: str) -> dict[str, Tensor]:
-        """Values of a kind by name, as DTensors of this rank's pieces. LayoutError on virtual devices."""
-        if not self.world.is_distributed:
-            raise LayoutError(
-                "virtual devices have no DTensor", hint="run under torchrun, or take full tensors with sharded=False"
-            )
-        from meshweave.runtime.dtensor import dtensors_from_pieces  # takes long to import, and few programs do
-
-        values = ((i, at, self.state.pieces[kind, i.name]) for i, at in self.state.items if i.kind == kind)
-        return dict(dtensors_from_pieces(values, self.world.device.type))
-
-    # checkpoints
-
     def save_pretrained(self, folder: Path, model: nn.Module, max_file_bytes: int) -> None:
         """Write parameters and persistent buffers as safetensors files, and the model's own configuration. All
         processes assemble the tensors, each when it is read; the first one writes."""
@@ -552,26 +459,3 @@ class Session:
             save = getattr(getattr(model, part, None), "save_pretrained", None)
             if save is not None:
                 save(str(folder))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state as a torch.distributed.checkpoint that any other mesh may load."""
-        with self.saves.call(self.world, self.progress, "save"):
-            self.bindings.take_over(self.state)
-            self.state.save(path, self.settings.seed)
-
-    def async_save(self, path: str | os.PathLike[str]) -> Future[None]:
-        """`save` on a thread, of the present state, while steps continue."""
-        with self.saves.call(self.world, self.progress, "async_save"):
-            self.bindings.take_over(self.state)
-            return self.saves.begin(self.world, partial(self.state.async_save, path, self.settings.seed))
-
-    def load(self, path: str | os.PathLike[str]) -> list[str]:
-        """Continue from a checkpoint of the same model, saved on any mesh. Returns what `State.load` returns. The old
-        state lives until the new state is complete, so that a failed load changes nothing."""
-        with self.saves.call(self.world, self.progress, "load"):
-            loaded = self.state.blank()
-            fresh = loaded.load(path, self.settings.seed)
-            self.state = loaded
-            self.bindings.keep(loaded)
-            self.bindings.publish(loaded)
-        return fresh
