@@ -315,7 +315,8 @@ def across_part(meshes: Sequence[str], sample: int) -> list[str]:
         messages = routes(step.source, step.target, shape).messages
         inside = set(target.mesh.devices)
         entering = 4 * sum(m.box.num_elements for m in messages if m.sender not in inside)
-        crossing = routes(step.source, step.target, shape).crossing_bytes(4)
+        messages = routes(step.source, step.target, shape).messages
+        crossing = 4 * sum(m.box.num_elements for m in messages if m.sender != m.receiver)
         least, neediest = _must_cross(source, target, shape)
         after = [later for later in made.steps if later.target.mesh == target.mesh]
         received = sum(later.bytes_received for later in after)

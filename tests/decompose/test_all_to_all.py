@@ -217,7 +217,6 @@ def test_the_gate_weighs_both_all_to_alls() -> None:
     assert first.is_taken
     assert second.is_taken
     assert first.seconds_after < first.seconds_before
-    assert report.saved_seconds == first.seconds_before - first.seconds_after
     _, small = decompose(large(64, 256), profile)
     assert not small.num_taken
     assert "no gain: peer takes" in small.rows[0].reason

@@ -13,11 +13,12 @@ from tests.collectives import collect
 from tests.decompose import conformance
 from tests.decompose.programs import run
 from tests.decompose.test_decompose import GATHERS, SCATTERS, always, products, rows_times
+from tests.decompose.test_permute import inverse
 from tests.processes import Job
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError
-from meshweave.ir.collectives import functional, inverse, permute
+from meshweave.ir.collectives import functional, permute
 from meshweave.optimize.decompose import ALGORITHMS, decompose
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.world import LocalWorld

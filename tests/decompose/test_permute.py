@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from meshweave.check.deadlock import check_deadlock
 from meshweave.cost.simulate.step import simulate_roles
 from meshweave.engine.lower import lower
 from meshweave.errors import MeshweaveError, VerifyError
-from meshweave.ir.collectives import WAIT, destinations, functional, inverse, permute
+from meshweave.ir.collectives import WAIT, destinations, functional, permute
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph, ring_index
@@ -59,6 +60,11 @@ def test_what_is_no_permutation_is_an_error_everywhere(to: tuple[int, ...]) -> N
         role(to)
     with pytest.raises(MeshweaveError):
         collect(MESH, permute, ("b",), [torch.ones(1)] * 6, [to])
+
+
+def inverse(to: int | Sequence[int]) -> int | tuple[int, ...]:
+    """The permute that brings everything back."""
+    return -to if isinstance(to, int) else tuple(map(list(to).index, range(len(to))))
 
 
 @pytest.mark.parametrize("to", [1, -2, 0, (1, 2, 0), (0, 2, 1)])

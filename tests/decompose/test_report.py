@@ -56,10 +56,9 @@ def test_losses_come_on_top_of_the_steps() -> None:
     assert ESTIMATE.after == pytest.approx(14 * US)
 
 
-def test_only_decomposed_collectives_gain() -> None:
+def test_only_decomposed_collectives_count() -> None:
     report = DecomposeReport((TAKEN, LEFT, replace(TAKEN, seconds_before=1.0, seconds_after=0.5)))
     assert report.num_taken == 2
-    assert report.saved_seconds == pytest.approx(2.5)
 
 
 def test_the_text_has_a_line_per_collective() -> None:

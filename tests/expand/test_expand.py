@@ -157,7 +157,8 @@ def test_specs_of_a_rank_graph_are_those_of_the_largest_piece() -> None:
     shapes = {i.name: n.meta["spec"] for n, i in zip(rank.graph.nodes, rank.inputs, strict=False)}
     assert shapes["x"] == Spec((2, 4), torch.float32)
     assert shapes["up.weight"] == Spec((3, 4), torch.float32)
-    assert rank.layout_of("batch", "x").local_shape((5, 4)) == (2, 4)
+    layouts = {item.name: layout for item, layout in zip(rank.inputs, rank.layouts, strict=True)}
+    assert layouts["x"].local_shape((5, 4)) == (2, 4)
 
 
 def test_the_loss_and_buffers_are_due_before_the_update() -> None:

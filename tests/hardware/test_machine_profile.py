@@ -264,7 +264,7 @@ def test_small_matmuls_pay_for_tiles_waves_and_launches() -> None:
 def test_empty_work_is_a_launch() -> None:
     assert H100.compute_seconds(Matmul(0, 8, 8, 1, BF16, 0)) == H100.launch_s
     assert H100.compute_seconds(Attention(0, 8, 8, 64, False, False, BF16, 0)) == H100.launch_s
-    assert H100.compute_seconds(MemoryWork("copy", 0, 0, BF16, num_kernels=3)) == 3 * H100.launch_s
+    assert H100.compute_seconds(MemoryWork("copy", 0, 0, BF16)) == H100.launch_s
 
 
 def test_attention_depends_on_direction_mask_dtype_and_filling() -> None:
@@ -277,12 +277,11 @@ def test_attention_depends_on_direction_mask_dtype_and_filling() -> None:
     assert seconds(heads=1) > 0.9 * seconds(heads=4)  # 32 blocks or 128, one wave
 
 
-def test_memory_work_has_launches_and_a_bandwidth_by_kind() -> None:
-    def seconds(kind: str, size: int, kernels: int = 1) -> float:
-        return H100.compute_seconds(MemoryWork(kind, size, size // 2, BF16, num_kernels=kernels))
+def test_memory_work_has_a_launch_and_a_bandwidth_by_kind() -> None:
+    def seconds(kind: str, size: int) -> float:
+        return H100.compute_seconds(MemoryWork(kind, size, size // 2, BF16))
 
     assert seconds("copy", 2**30) == pytest.approx(3e-6 + 2**30 / (3.35e12 * 0.89))
-    assert seconds("copy", 2**30, 4) == pytest.approx(4 * 3e-6 + 2**30 / (3.35e12 * 0.89))
     assert seconds("scatter", 2**30) > seconds("strided", 2**30) > seconds("copy", 2**30)
     assert seconds("copy", 1024) == pytest.approx(3e-6, rel=0.01)
 

@@ -14,7 +14,7 @@ from meshweave.cost.hardware import AlphaBeta
 from meshweave.errors import LayoutError, MeshweaveError
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.place.movement.plan import MovePlan, classify, plan_move
+from meshweave.place.movement.plan import MovePlan, plan_move
 from meshweave.place.movement.replay import replay
 
 DP_TP = Mesh("dp=2,tp=2")
@@ -267,24 +267,6 @@ def test_six_axes_are_planned_in_seconds() -> None:
     made = plan_move(source, target, (64, 64), torch.float32, profile)
     replay(made, (64, 64))
     assert made.seconds < 60e-6
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "word"),
-    [
-        ("[{tp}, {}]", "[{tp}, {}]", "none"),
-        ("[{}, {}]", "[{tp}, {dp}]", "slice"),
-        ("[{tp}, {}]", "[{}, {}]", "gather"),
-        ("[{tp}, {}]", "[{}, {tp}]", "all-to-all"),
-        ("[{}, {}] partial(sum: tp)", "[{}, {}]", "reduce"),
-        ("[{}, {}] partial(sum: tp)", "[{tp}, {}]", "reduce-scatter"),
-        ("[{}, {}]", "[{}, {}] partial(sum: tp)", "replicate"),
-        ("[{}, {}] partial(avg: tp)", "[{}, {}]", "reduce+scale"),
-        ("[{tp}, {}] partial(sum: dp)", "[{}, {}]", "reduce-scatter+gather"),
-    ],
-)
-def test_classify(source: str, target: str, word: str) -> None:
-    assert classify(Layout.parse(source, DP_TP), Layout.parse(target, DP_TP)) == word
 
 
 def test_numerics_follow_the_dtype_and_the_op() -> None:

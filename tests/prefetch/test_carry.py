@@ -454,8 +454,8 @@ def wrong_alike(role: RankGraph) -> None:
 
 
 def another_layout(role: RankGraph) -> None:
-    at = [(i.kind, i.name) for i in role.inputs].index(("carry", Q))
-    stored = role.layout_of("param", Q)
+    keys = [(i.kind, i.name) for i in role.inputs]
+    at, stored = keys.index(("carry", Q)), role.layouts[keys.index(("param", Q))]
     role.layouts = (*role.layouts[:at], stored, *role.layouts[at + 1 :])
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from meshweave.errors import PlanError
 from meshweave.ir.graph import StepGraph, origin_of
 from meshweave.ir.traits import PRODUCTS
 
-aten = torch.ops.aten
 # Layers of the same list may differ: some have a mixture of experts where others have a feed-forward, the first of a
 # stage downsamples. They count as equal if they share this part of the modules of both; an embedding and a layer share
 # none.

@@ -85,10 +85,6 @@ class UpdateKind:
     outputs: Outputs
     kept: Mapping[str, Any]
 
-    @property
-    def num_variants(self) -> int:
-        return 1 + max(self.variants)
-
     def inputs_of(self, step: PathNumbers) -> list[float]:
         """The input numbers in a step; 1 for numbers of other variants, which are not used then."""
         variant = self.variants[step.index]

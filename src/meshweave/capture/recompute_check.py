@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -13,25 +12,10 @@ from torch import fx
 from meshweave.capture.blocks import is_ahead, is_back
 from meshweave.capture.recompute import AGAIN, Cuts, parameter_forms, plan_remake
 from meshweave.errors import VerifyError
-from meshweave.ir.graph import StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
-from meshweave.ir.traits import VIEWS
+from meshweave.ir.graph import StepGraph, map_nodes, op_name, origin_of
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputeReport:
-    """What recomputation did: the recomputed ops, and the bytes (of global shapes) that forward and loss save for the
-    backward pass.
-
-    A value and its views count once, parameters and inputs of the step not at all."""
-
-    num_recomputed: int
-    kept_bytes_before: int
-    kept_bytes: int
-
-
-def check_recompute(
-    before: StepGraph, after: StepGraph, policy: str = "full", cuts: Cuts | None = None
-) -> RecomputeReport:
+def check_recompute(before: StepGraph, after: StepGraph, policy: str = "full", cuts: Cuts | None = None) -> None:
     """Raise VerifyError, with the node, unless `after` computes what `before` does and saves only what `policy` allows.
 
     Proven: each node of `after` does the op of one node of `before` with the same arguments on operands that are proven
@@ -43,8 +27,6 @@ def check_recompute(
     _check_order(before, after, twins)
     if policy != "none":
         _check_kept(before, after, twins, policy, cuts or {})
-    num = sum(_is_again(node, twins) for node in twins)
-    return RecomputeReport(num, kept_bytes(before), kept_bytes(after))
 
 
 def _wrong(node: fx.Node, problem: str, **parts: str) -> VerifyError:
@@ -133,24 +115,3 @@ def _check_kept(before: StepGraph, after: StepGraph, twins: Mapping[fx.Node, fx.
         others = [u for u in node.users if is_back(u) and of(u) != of(node)]
         if inside and not others and twins[node] not in allowed.kept:
             raise _wrong(node, f"is saved for {inside[0].name}, which policy '{policy}' does not allow")
-
-
-# bytes
-
-
-def kept_bytes(step: StepGraph) -> int:
-    """Bytes of global shapes that ops of forward and loss save for the backward pass; see RecomputeReport."""
-    forms = parameter_forms(step)
-    roots = {_root(n) for n in step.graph.nodes if is_ahead(n) and n not in forms and any(map(is_back, n.users))}
-    return sum(spec_of(n).num_bytes for n in roots if is_ahead(n) and not _is_constant(n))
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The value whose memory a view shares."""
-    while node.target in VIEWS:
-        (node,) = tensor_inputs(node)
-    return node
-
-
-def _is_constant(node: fx.Node) -> bool:
-    return not node.all_input_nodes

@@ -113,10 +113,6 @@ class NumericsReport:
         """Tensors beyond the bound whose reference is no better: see `TensorError.rounding`."""
         return tuple(e for e in self.errors if e.ok and e.rounding is not None)
 
-    def worst(self, kind: str, run: str) -> TensorError | None:
-        """The worst tensor of a kind in a run, in the order of the errors."""
-        return next((e for e in self.errors if e.kind == kind and e.run == run), None)
-
     def _kind_row(self, run: str, kind: str) -> dict[str, Any]:
         """Largest error of a kind in a run, without the tensors that rounding excuses."""
         rows = [e for e in self.errors if (e.run, e.kind) == (run, kind)]

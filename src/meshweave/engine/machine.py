@@ -170,7 +170,6 @@ class EventMachine:
 
     schedule: Schedule
     cause: tuple[int, object] | None  # the first task that failed, and its error
-    num_running: int  # runs that were started and not yet reported
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -181,7 +180,7 @@ class EventMachine:
     def reset(self) -> None:
         """Forget all events. Nothing runs before the first Release."""
         streams = self.schedule.streams
-        self.cause, self.num_running = None, 0
+        self.cause = None
         self._level = self._reported = ANY_PART - 1
         self._waiting = self._num_needs.copy()  # per task: needs that are not done
         self._done = [0] * len(streams)  # per stream: tasks before this index are done
@@ -223,7 +222,6 @@ class EventMachine:
                 break
         if index > start:
             self._started[stream] = index
-            self.num_running += 1
             actions.append(Run(stream, start, index))
 
     def _settle(self, stream: int, stop: int) -> None:
@@ -236,7 +234,6 @@ class EventMachine:
 
     def _complete(self, stream: int, stop: int) -> list[Action]:
         assert self._done[stream] < stop == self._started[stream], "a run is reported once, whole"
-        self.num_running -= 1
         self._settle(stream, stop)
         actions: list[Action] = []
         waiting, schedule = self._waiting, self.schedule
@@ -253,7 +250,6 @@ class EventMachine:
     def _fail(self, event: Failed) -> list[Action]:
         stream, index = event.stream, event.index
         assert self._done[stream] <= index < self._started[stream], "a failed task was started"
-        self.num_running -= 1
         failed = self.schedule.streams[stream][index]
         if self.cause is None:
             self.cause = failed, event.cause
@@ -305,13 +301,6 @@ class EventMachine:
         """The tasks that are neither done nor cancelled nor failed, by stream and in order."""
         streams = self.schedule.streams
         return [task for s, tasks in enumerate(streams) for task in tasks[self._done[s] : self._ends[s]]]
-
-    def blockers(self, task: int) -> tuple[int, ...]:
-        """The unfinished tasks that a task waits for: the previous task of its stream, then its needs."""
-        schedule = self.schedule
-        stream, index = schedule.stream_of[task], schedule.index_of[task]
-        before = schedule.streams[stream][index - 1 : index] if index > self._done[stream] else ()
-        return (*before, *(need for need in schedule.needs[task] if self._is_unfinished(need)))
 
     def _is_unfinished(self, task: int) -> bool:
         stream = self.schedule.stream_of[task]

@@ -57,13 +57,6 @@ def destinations(to: int | Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(to)
 
 
-def inverse(to: int | Sequence[int]) -> int | tuple[int, ...]:
-    """The inverse permute, which moves the gradient of a permute."""
-    if isinstance(to, int):
-        return -to
-    return tuple(map(list(to).index, range(len(to))))
-
-
 # What every member of a group gets, from the operands of all members in group order.
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 _WORD = 1 << 64
 
 
-def _signed(value: int, bits: int = 64) -> int:
-    return value - (1 << bits) if value >= 1 << (bits - 1) else value
+def _signed(value: int) -> int:
+    return value - _WORD if value >= _WORD >> 1 else value
 
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)

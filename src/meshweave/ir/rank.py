@@ -168,10 +168,6 @@ class RankGraph(NamedGraph):
     def text(self) -> str:
         return graph_text(self.graph)
 
-    def layout_of(self, kind: str, name: str) -> Layout:
-        index = next(i for i, item in enumerate(self.inputs) if (item.kind, item.name) == (kind, name))
-        return self.layouts[index]
-
     def coordinates(self, device: int) -> dict[str, int]:
         """Coordinates of a device along the axes of all its meshes, by qualified axis name."""
         return {

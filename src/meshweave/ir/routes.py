@@ -62,17 +62,9 @@ class Routes:
         """Whether nothing is sent between devices."""
         return all(message.sender == message.receiver for message in self.messages)
 
-    def bytes_sent(self, device: int, itemsize: int) -> int:
-        """Bytes that the device sends to others."""
-        return itemsize * sum(m.box.num_elements for m in self.sent_by(device) if m.receiver != device)
-
     def bytes_received(self, device: int, itemsize: int) -> int:
         """Bytes that the device receives from others."""
         return itemsize * sum(m.box.num_elements for m in self.received_by(device) if m.sender != device)
-
-    def crossing_bytes(self, itemsize: int) -> int:
-        """Bytes sent between different devices, in total."""
-        return itemsize * sum(m.box.num_elements for m in self.messages if m.sender != m.receiver)
 
 
 @lru_cache(maxsize=512)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
 
 import torch
 from torch import fx
@@ -20,7 +19,6 @@ from meshweave.ir.graph import StepGraph, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 
-AccumulateIn = Literal["auto", "whole", "shards"]
 _SCALE = torch.ops.aten.mul.Tensor
 
 

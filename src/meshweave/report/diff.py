@@ -203,18 +203,13 @@ def _parts(simulation: Simulation) -> dict[tuple[str, str], float]:
 
 @dataclass(frozen=True, slots=True)
 class ClassError:
-    """A class of tasks in a modelled and a measured step: their number, total seconds. `error` is modelled / measured -
-    1, None if nothing was measured."""
+    """A class of tasks in a modelled and a measured step: their number, total seconds."""
 
     name: str
     num_modelled: int
     num_measured: int
     modelled: float
     measured: float
-
-    @property
-    def error(self) -> float | None:
-        return self.modelled / self.measured - 1 if self.measured else None
 
 
 @dataclass(slots=True)

@@ -25,10 +25,6 @@ class FoldedRow:
     name: str
     count: int
 
-    @property
-    def bytes_received(self) -> int:
-        return self.row.bytes_received * self.count
-
 
 def fold(rows: Iterable[MoveRow], *, twins: bool = True) -> list[FoldedRow]:
     """Rows in the order of their first appearance; with `twins`, those of repeated layers combined."""

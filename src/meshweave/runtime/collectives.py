@@ -29,7 +29,6 @@ from meshweave.runtime.messages import Message, Messages, bytes_of
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 T = TypeVar("T")
-Reduce = Callable[[Sequence[Tensor]], Tensor]  # of the members' parts, in group order
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,10 +95,6 @@ class ClusterCommunicator:
             self._groups[key] = self._make(*key)
         return self._groups[key]
 
-    @property
-    def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return tuple(self._process_groups.values())
-
     def _make(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         groups = mesh.groups(axes)
         # Every rank calls new_group for every group, in the same order: torch names groups by counting the calls.

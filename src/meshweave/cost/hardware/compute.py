@@ -157,13 +157,12 @@ def _with_flops(point: tuple[float, ...], work: Attention) -> tuple[float, ...]:
 
 
 def memory_seconds(profile: MachineProfile, work: MemoryWork) -> float:
-    """Launches, and bytes at the bandwidth that this kind of work reaches; a measured curve is for a single kernel."""
-    share = work.bytes / work.num_kernels
+    """A launch, and bytes at the bandwidth that this kind of work reaches."""
     for curve in profile.memory.measured:
         if curve.kind == work.kind:
-            return work.num_kernels * along(curve.points, share)
+            return along(curve.points, work.bytes)
     efficiency = _entry(profile, "memory.efficiency", profile.memory.efficiency, work.kind)
-    return work.num_kernels * (profile.launch_s + share / (profile.memory.bandwidth * efficiency))
+    return profile.launch_s + work.bytes / (profile.memory.bandwidth * efficiency)
 
 
 def _entry(profile: MachineProfile, table: str, entries: tuple[tuple[str, float], ...], key: str) -> float:

@@ -52,19 +52,17 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class MemoryWork:
-    """A memory-bound kernel: `bytes` read and written in `num_kernels` launches (1 for a fused chain).
+    """A memory-bound kernel: `bytes` read and written in a launch.
 
     `kind` is `pointwise`, `reduction`, `copy` (contiguous), `strided` (a transpose or other strided copy), `gather`
     (embedding, index_select), `scatter` (index_add and the like), `random` or `fill`; `elements` is the largest number
-    of elements that one of its ops processes, `num_ops` the number of fused ops.
+    of elements that one of its ops processes.
     """
 
     kind: str
     bytes: int
     elements: int
     dtype: torch.dtype
-    num_ops: int = 1
-    num_kernels: int = 1
 
 
 Work = Matmul | Attention | MemoryWork

@@ -78,7 +78,7 @@ def work_of(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work,
         return _MATMULS[base_name(inner_target(node))](node, operands, results)
     if kind == "attention":
         return _attention(node, operands, results)
-    return (memory_work(kind or "pointwise", operands, results, 1),)
+    return (memory_work(kind or "pointwise", operands, results),)
 
 
 def _registered_work(node: fx.Node, operands: Operands, results: Operands) -> tuple[Work, ...]:
@@ -97,7 +97,7 @@ def _registered_work(node: fx.Node, operands: Operands, results: Operands) -> tu
     return works
 
 
-def memory_work(kind: str, operands: Operands, results: Operands, num_ops: int) -> MemoryWork:
+def memory_work(kind: str, operands: Operands, results: Operands) -> MemoryWork:
     """A kernel that reads `operands` and writes `results`, each storage once."""
     written = sum(x.bytes for x in results)
     read = sum(_unique(operands).values())
@@ -106,7 +106,7 @@ def memory_work(kind: str, operands: Operands, results: Operands, num_ops: int) 
     elements = max((x.num_elements for x in (*operands, *results)), default=0)
     dtype = (results or operands)[0].dtype if (results or operands) else torch.float32
     shown = "reduction" if kind == "scan" else kind
-    return MemoryWork(shown, read + written, elements, dtype, num_ops, 1)
+    return MemoryWork(shown, read + written, elements, dtype)
 
 
 def _unique(values: Operands) -> dict[int, int]:
@@ -198,7 +198,7 @@ def _attention(node: fx.Node, operands: Operands, results: Operands) -> tuple[Wo
     is_backward = base_name(target).endswith("backward")
     q, k = operands[1:3] if is_backward and len(operands) > 3 else operands[:2]
     if len(q.shape) < 3:
-        return (memory_work("pointwise", operands, results, 1),)
+        return (memory_work("pointwise", operands, results),)
     names = [a.name for a in arguments_of(target)] if is_operator(target) else []
     arguments = {name: _argument(node, i) for i, name in enumerate(names) if i < len(node.args)}
     heads, (queries, dim), keys = prod(q.shape[:-2]), q.shape[-2:], k.shape[-2]
@@ -255,7 +255,7 @@ def _reorder_copies(
     length = len(starts) * min(start for start in starts if start)
     whole = {x.shape[2] for x in (q, k) if x.shape[2] == length}
     copied = [x for x in (*operands, *results) if len(x.shape) > 2 and x.shape[2] in whole]
-    return tuple(memory_work("copy", (x,), (x,), 1) for x in copied)
+    return tuple(memory_work("copy", (x,), (x,)) for x in copied)
 
 
 _MATMULS: Mapping[str, Priced] = {

@@ -346,7 +346,7 @@ def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], loca
             works = work_of(product, operand_values(product, local.values), local.values[product])
             return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes))
         kind = next((k for k in ("reduction", "gather", "random") if k in kinds), "pointwise")
-        works = (memory_work(kind, operands, [x for n in writes for x in local.values[n]], len(group.nodes)),)
+        works = (memory_work(kind, operands, [x for n in writes for x in local.values[n]]),)
     return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes) or tuple(group.nodes[-1:]))
 
 

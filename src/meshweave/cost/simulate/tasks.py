@@ -17,8 +17,7 @@ from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.hardware.work import MemoryWork
 from meshweave.cost.simulate.buckets import OF_BLOCKS, Buckets, Member, check_buckets, group_members
-from meshweave.cost.simulate.host_overhead import launch_times
-from meshweave.cost.simulate.kernels import Fusion, Kernel, kernels_of
+from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, kernels_of
 from meshweave.cost.simulate.low_precision import Narrow
 from meshweave.cost.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, loss_exchange, passes_of
 from meshweave.engine.machine import Schedule
@@ -423,3 +422,22 @@ def lower_tasks(
     is_buffered = pipeline != "sequential"
     exchange = loss_exchange(graphs) if is_buffered else [frozenset[fx.Node]()] * len(graphs)
     return _TaskLowering(graphs, profile, roles, passes, narrow, is_buffered, exchange, buckets, fusion).run()
+
+
+def launch_times(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> Iterator[float]:
+    """Earliest launch times of a stream's tasks, in seconds from the step's begin; tasks are named by a node.
+
+    In eager mode a processor that runs ahead of the device takes `eager_s` for each op. Compiled code launches at no
+    cost here, optimizers launch all parameters at once; a wait is an event, which does not block the processor.
+    """
+    now = 0.0
+    for node in nodes:
+        origin = origin_of(node)
+        if (
+            fusion not in ("ops", "compiled")
+            and not is_compiled(origin, fusion)
+            and origin.phase != "update"
+            and node.target is not WAIT
+        ):
+            now += eager_s
+        yield now

@@ -67,10 +67,6 @@ class Algorithm:
     def num_messages(self, n: int) -> int:
         return sum(step.has_message for step in self.steps(n))
 
-    def num_rounds(self, n: int) -> int:
-        """Number of sequential rounds of messages: `ahead` messages form a round."""
-        return -(-len(self.steps(n)) // self.ahead)
-
 
 def _gather_direct(n: int) -> tuple[RingStep, ...]:
     return (RingStep(OWN), *(RingStep(Index(1, i), -i) for i in range(1, n)))

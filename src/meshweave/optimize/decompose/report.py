@@ -43,11 +43,6 @@ class DecomposeReport:
     def num_taken(self) -> int:
         return sum(row.is_taken for row in self.rows)
 
-    @property
-    def saved_seconds(self) -> float:
-        """The estimated gain in total."""
-        return sum(row.seconds_before - row.seconds_after for row in self.rows if row.is_taken)
-
     def left(self, reason: str) -> DecomposeReport:
         """A report of a graph that stays as it is, with the reason."""
         rows = (replace(r, is_taken=False, reason=f"{reason}; {r.reason}") if r.is_taken else r for r in self.rows)

@@ -253,11 +253,11 @@ class ProfilePrices:
         kind = known_kind(node)
         if kind == "" or not results:
             self.unknown[op_name(node.target)] = None
-            return (memory_work("pointwise", operands, results, 1),) if operands or results else ()
+            return (memory_work("pointwise", operands, results),) if operands or results else ()
         if kind == "pointwise" and self.profile.fusion == "pointwise":
             operands = tuple(x for n in inputs if not self.is_inner(n) for x in values[n])
             results = () if self.is_inner(node) else results
-            return (memory_work(kind, operands, results, 1),) if operands or results else ()
+            return (memory_work(kind, operands, results),) if operands or results else ()
         return work_of(node, operands, results)
 
     def is_inner(self, node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ from meshweave.ir.graph import PARTS, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph, distinct_operands
 from meshweave.optimize.prefetch.gather_ahead import block_of, is_alone
 
-_BACKWARD, _UPDATE = PARTS["backward"], PARTS["update"]
+_BACKWARD = PARTS["backward"]
 
 
 @dataclass(frozen=True, slots=True)

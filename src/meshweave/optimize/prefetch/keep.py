@@ -60,7 +60,7 @@ def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, Ke
     peak = max(levels)
     repeats = list(_repeats(own, live))
     limit_bytes = limit_of(peak)
-    kept = _repeats_that_fit(repeats, live, levels, limit_bytes)
+    kept = _repeats_that_fit(repeats, levels, limit_bytes)
     for repeat in reversed(kept):
         repeat.later.replace_all_uses_with(repeat.earlier)
         erase_unused(own.graph, [repeat.later], partial(_stays, own))
@@ -139,7 +139,7 @@ def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     return numbers
 
 
-def _repeats_that_fit(repeats: list[_Repeat], live: RoleLiveness, levels: list[int], limit_bytes: int) -> list[_Repeat]:
+def _repeats_that_fit(repeats: list[_Repeat], levels: list[int], limit_bytes: int) -> list[_Repeat]:
     """The repeats that fit under the limit; `levels` are raised by what these keep."""
     chosen: dict[fx.Node, _Repeat] = {}
     for repeat in sorted(repeats, key=lambda r: r.end - r.begin):

@@ -130,7 +130,7 @@ class _SparseMoves:
         if path is None or not _fits(path, shape, axes) or whole.dims[0].axes != path.blocks.axes:
             return
         num_rows = prod(shape) // path.width
-        share = _expected_share(path, num_rows, axes)
+        share = _expected_share(path, num_rows)
         sparse = sparse_plan(plan, share)
         if (
             sparse is None
@@ -347,7 +347,7 @@ def _stops(mesh: Mesh, cut: DimSharding, size: int) -> list[int]:
 # costs
 
 
-def _expected_share(path: Path, num_rows: int, axes: tuple[str, ...]) -> float:
+def _expected_share(path: Path, num_rows: int) -> float:
     """The fraction of rows that a device reads if every row chooses equally many distinct experts, all equally
     often."""
     num_experts, mesh = spec_of(path.ends).shape[-1], path.layout.mesh

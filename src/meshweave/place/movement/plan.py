@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, prod
 from typing import Literal
 
 import torch
@@ -157,18 +156,6 @@ def plan_move(
             expected="sound, strict or any",
         )
     return _plan(source, target, tuple(map(int, shape)), dtype, profile, memory_cap_bytes, device_bytes, order)
-
-
-def classify(source: Layout, target: Layout) -> str:
-    """The kind of the move, such as "gather" or "reduce-scatter+gather", on a large tensor that axes divide evenly.
-
-    The words: none, slice, gather, reduce, reduce-scatter, all-to-all, permute, scale, replicate (to partial) and
-    transfer. Raises LayoutError as `plan_move` does.
-    """
-    units = [dim.unit for layout in (source, target) for dim in layout.dims]
-    size = prod(mesh.num_devices for mesh in {source.mesh, target.mesh}) * prod(units)
-    large = 2 ** ceil(32 / max(len(source.dims), 1))
-    return plan_move(source, target, (size * large,) * len(source.dims), torch.float32).kind
 
 
 @lru_cache(maxsize=16384)
