@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Never
@@ -153,6 +153,7 @@ class CompileOptions:
             pipeline = self.pipeline_on(pipeline, world, chosen.costs)
             build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin, shard)
             program = build(example, "train", self.capture.accumulate, None)
+            note_computed(program.contract.computed)
             run.progress("start")
             program = replace(program, eager_update=why_eager)
             step = CompiledStep(program, model, self.optimizer, world, settings, build, run.keep_gradients)
@@ -160,6 +161,17 @@ class CompileOptions:
                 step.variants.prepare(Batch.of(global_example(shape, self.batch, shard)))
             step.variants.is_local = self.batch == "local" and world.is_distributed
             return step
+
+
+def note_computed(places: Collection[str]) -> None:
+    """Warn of attributes that forward sets to values of the step: between steps they are as before compile."""
+    if places:
+        shown = ", ".join(sorted(places)[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+        _LOG.warning(
+            "forward assigns a value of the step to %s. The step does not: it stays as it was before mw.compile. To read "
+            "the value after each step let the loss return it: return loss, {'name': value}; then step.metrics['name']",
+            shown,
+        )
 
 
 # Messages between chunks suffer more from other load on the machine than the simulator predicts (docs/overlap.md), and

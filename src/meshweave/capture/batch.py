@@ -166,3 +166,10 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         p for p in parameters if p.default is inspect.Parameter.empty and p.kind is not inspect.Parameter.KEYWORD_ONLY
     ]
     return model(*batch[: max(1, len([p for p in needed if p.kind is not inspect.Parameter.VAR_KEYWORD]))])
+
+
+def split_loss(value: Any) -> tuple[Any, dict[str, Any]]:
+    """What a loss function returned: the loss, and further numbers by name if it is (loss, {name: number})."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        return value[0], {str(name): number for name, number in value[1].items()}
+    return value, {}

@@ -33,7 +33,8 @@ class Contract:
     """The record of a captured step, and how to run it again, up to its gradients, on fake tensors.
 
     `again(record, batch)` runs them; `roots` are the modules whose attributes they can reach, the model by that name.
-    `batch` is the example, with fake tensors. `written` are the places of attributes that forward assigns.
+    `batch` is the example, with fake tensors. `written` are the places of attributes that forward assigns,
+    `computed` those to which it assigns values that it computes.
     """
 
     roots: Mapping[str, nn.Module]
@@ -42,6 +43,7 @@ class Contract:
     again: Callable[[Record, Batch], None]
     outputs: ModelOutputs | None = None  # what the model returns, if the program returns it
     written: set[str] = field(default_factory=set)
+    computed: set[str] = field(default_factory=set)
     record: Record = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +131,7 @@ class Contract:
         after = {place: second.canonical(new) for place, (_, new) in before.changes().items()}
         _check_state(between, after)
         self.written |= {*between, *after}
+        self.computed |= {place for place, value in after.items() if isinstance(value, RecordedValue)}
 
 
 def _check_state(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from meshweave.capture.batch import Batch, call_model
+from meshweave.capture.batch import Batch, call_model, split_loss
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions, refuse_communication
 from meshweave.capture.model_checks import check_aliases, check_hooks, check_leaves, check_parameters
@@ -101,6 +101,7 @@ _FROZEN_AND_ACCUMULATED = (
     "accumulate=1, with which a frozen parameter may be changed by forward; or keep the average in buffers; or update "
     "it between steps (torch.optim.swa_utils.AveragedModel)"
 )
+RESERVED = ("loss", "grad_norm")  # names of numbers that every step has
 _MOST_TRACES = 8  # constants may be nested: each trace finds another layer of those that are written
 
 
@@ -306,10 +307,10 @@ class _StepRun:
         with _autocast(self.options.precision.autocast):
             out = self.source.forward(model, self.data)
             self.tracker.phase = "loss"
-            value = _scalar_loss(self.source.loss(out, self.data))
+            value, metrics = _loss_and_metrics(self.source.loss(out, self.data))
         check_parameters(model, self.tensors, self.storages, set(self.leaves))
         check_hooks({n: self.tensors[n] for n in self.leaves})
-        results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32))}
+        results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32)), **metrics}
         written = self.tracker.record.written
         results |= {("param", n): self.tensors[n] for n in sorted(self.frozen) if self.storages[n] in written}
         self.tracker.record.finish([*results.values(), *_buffers(model, self.buffers).values()])
@@ -329,8 +330,8 @@ class _StepRun:
                 results = {("output", n): t.detach() for n, t in tensors.items()}
             else:
                 self.tracker.phase = "loss"
-                value = _scalar_loss(self.source.loss(out, self.data))
-                results = {("loss", ""): value.to(torch.promote_types(value.dtype, torch.float32))}
+                value, metrics = _loss_and_metrics(self.source.loss(out, self.data))
+                results = {("loss", ""): value.to(torch.promote_types(value.dtype, torch.float32)), **metrics}
         check_parameters(model, self.tensors, self.storages, set(self.leaves))
         self.tracker.record.finish([*results.values()])
         return results, {}
@@ -368,6 +369,24 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
+
+
+def _loss_and_metrics(value: Any) -> tuple[Tensor, dict[tuple[str, str], Tensor]]:
+    """The loss, and the further numbers that the loss function returns with it, as results of the step."""
+    loss, numbers = split_loss(value)
+    for name, number in numbers.items():
+        if name in RESERVED or not isinstance(number, Tensor) or number.numel() != 1 or number.is_complex():
+            got = f"of shape {tuple(number.shape)}" if isinstance(number, Tensor) else type(number).__name__
+            raise CaptureError(
+                "a metric that the loss returns is not a single number of the step",
+                where=f"metric '{name}'",
+                got=f"a name that is taken: {', '.join(RESERVED)}" if name in RESERVED else got,
+                expected="(loss, {name: a tensor with one element, ...})",
+                hint="return means over the batch, such as (predicted == labels).float().mean()",
+            )
+    detached = {name: number.detach().reshape(()) for name, number in numbers.items()}
+    wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in detached.items()}
+    return _scalar_loss(loss), {("metric", name): x for name, x in wide.items()}
 
 
 def _scalar_loss(value: Any) -> Tensor:

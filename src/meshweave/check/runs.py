@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.batch import call_model
+from meshweave.capture.batch import split_loss, call_model
 from meshweave.capture.step import Substituted, cast_for_eager
 from meshweave.capture.step_inputs import state_name
 from meshweave.capture.trace import GlobalRandom
@@ -208,7 +208,7 @@ class Eager:
 
     def _backward(self, micro: Any, parts: int, model: nn.Module) -> float:
         with self._autocast():
-            loss = self.recipe.loss(self.recipe.forward(model, micro), micro)
+            loss, _ = split_loss(self.recipe.loss(self.recipe.forward(model, micro), micro))
         (loss / parts).backward()
         return float(loss.detach())
 

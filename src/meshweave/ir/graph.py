@@ -140,8 +140,8 @@ class StepGraph(NamedGraph):
     """A training step as a functional graph of global shapes.
 
     Placeholder i of `graph` is `inputs[i]`; element i of its output is `outputs[i]` = (kind, name), with kind loss,
-    grad, acc, param, buffer, state or output (what the model returns). `constants` are tensors that the model's code
-    created while it was traced.
+    metric (a number that the loss function returns with it), grad, acc, param, buffer, state or output (what the model
+    returns). `constants` are tensors that the model's code created while it was traced.
     """
 
     graph: fx.Graph

@@ -80,7 +80,7 @@ class _Placer:
         self.sums = Sums(self.step, self.placement.accumulate_in)
         self.expert_axes = expert_axes(self.step, self.forms, self.placement.used)
         for (kind, name), value in outputs:
-            if kind in ("grad", "loss", "buffer", "output"):
+            if kind in ("grad", "loss", "metric", "buffer", "output"):
                 wanted = self.placement.layout(kind, name, spec_of(value))
                 self.due.setdefault(value, []).append((wanted, self._output_phase(kind, value)))
         self.due |= due_at_casts(self.due)
@@ -114,7 +114,7 @@ class _Placer:
     def _output_phase(self, kind: str, value: fx.Node) -> str:
         if kind == "grad":
             return "reduce" if value in self.sums.operands else "backward"
-        return phase_of(value) if kind in ("loss", "buffer", "output") else "update"
+        return phase_of(value) if kind in ("loss", "metric", "buffer", "output") else "update"
 
     def _node(self, node: fx.Node) -> None:
         if node.target is operator.getitem and node.args[0] in self.tuples:

@@ -112,9 +112,8 @@ class _Expander:
         inputs of the next microbatch. Gradients are waited for where the update uses them."""
         results = self.program.step.results
         present = [(kind, value) for (kind, _), value in results.items() if self._has(value.meta["layout"])]
-        late = ("buffer", "acc")
-        losses, lasting = [v for k, v in present if k in ("loss", "output")], [v for k, v in present if k in late]
-        return {PARTS["backward"]: losses, PARTS["update"]: lasting}
+        of_forward = [v for k, v in present if k in ("loss", "metric", "output")]
+        return {PARTS["backward"]: of_forward, PARTS["update"]: [v for k, v in present if k in ("buffer", "acc")]}
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:
         """Record the value of the local node: the largest piece."""
