@@ -136,5 +136,5 @@ def job(pipe: Connection, mesh: str) -> dict[str, Any]:
 def test_on_a_cluster_all_ranks_freeze(start: Callable[..., Job]) -> None:
     for outcome in start(f"{__name__}:job", 2, "fsdp=2").finish(90):
         assert outcome.get("worst", 1.0) < 1e-6, outcome
-        assert "which takes over nothing of the optimizer's state; rank 1: step" in outcome["text"], outcome
+        assert "ranks make different calls" in outcome["text"], outcome
         assert "which compiles again: parameters were frozen or unfrozen" in outcome["text"]
