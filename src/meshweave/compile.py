@@ -168,8 +168,8 @@ def note_computed(places: Collection[str]) -> None:
     if places:
         shown = ", ".join(sorted(places)[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
         _LOG.warning(
-            "forward assigns a value of the step to %s. The compiled step does not: it stays as it was before mw.compile. "
-            "To read the value after a step let the loss return it: return loss, {'name': value}; step.metrics['name']",
+            "forward assigns a value of the step to %s. The compiled step does not: it stays as it was at compile. To "
+            "read the value after a step let the loss return it: return loss, {'name': value}; step.metrics['name']",
             shown,
         )
 

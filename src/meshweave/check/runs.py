@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.batch import split_loss, call_model
+from meshweave.capture.batch import call_model, split_loss
 from meshweave.capture.step import Substituted, cast_for_eager
 from meshweave.capture.step_inputs import state_name
 from meshweave.capture.trace import GlobalRandom
