@@ -49,7 +49,7 @@ def test_one_mesh_with_page_and_trace(tmp_path: Path) -> None:
     found = last_line(run("simulate", MODEL, "--mesh", "fsdp=8", "--profile", "h100", *files, "--json"))
     assert found["mesh"] == "fsdp=8"
     assert 0 < found["exposed_seconds"] < found["seconds"]
-    assert found["tokens_per_s_per_gpu"] == pytest.approx(2 * 64 / found["seconds"])
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(2048 / found["seconds"])  # a sequence of its context a device
     assert 0 < found["mfu"] < 1
     assert 0 < found["peak_bytes"] <= found["reserved_bytes"]
     assert found["fits"]
@@ -69,7 +69,7 @@ def test_buckets_and_the_attention_kernel_are_stated() -> None:
 
 
 def test_the_table_says_what_is_exposed_and_why() -> None:
-    result = run("simulate", MODEL, "--mesh", "fsdp=8")
+    result = run("simulate", MODEL, "--mesh", "fsdp=8", "--passes", "none")
     assert result.exit_code == 0, result.output
     assert "modelled: h100" in result.output
     assert "late: its input is ready" in result.output
@@ -168,3 +168,14 @@ def test_a_run_measures_its_last_step_beside_the_model(net: str, tmp_path: Path)
     assert found["losses"] == plain["losses"]
     assert found["num_steps"] == 3
     assert "measured" in page.read_text()
+
+
+def test_meshes_are_compared_on_one_batch_and_what_is_assumed_is_said() -> None:
+    meshes = ("--mesh", "fsdp=8", "--mesh", "fsdp=2,tp=4")
+    result = run("simulate", MODEL, *meshes, "--passes", "none")
+    assert result.exit_code == 0, result.output
+    assumed = "assumed: global batch input_ids [8, 2048], labels [8, 2048]; bfloat16 compute, float32 parameters; adamw"
+    assert result.output.count("assumed: ") == 1
+    assert assumed in result.output.replace("\n", " ")
+    stated = run("simulate", MODEL, *meshes, "--passes", "none", "--seq", "32", "--local-batch", "3")
+    assert "input_ids [24, 32]" in stated.output.replace("\n", " ")

@@ -27,6 +27,7 @@ from meshweave.interop import pytree
 
 Loss = Callable[[Any, Any], Tensor]
 
+MAX_CONTEXT = 8192
 _TEXT_BYTES = 1 << 20  # bytes of the standard library's sources: enough for a thousand different batches
 _HASH = 2654435761  # Knuth's multiplicative hash, The Art of Computer Programming 6.4: 2**32 over the golden ratio
 
@@ -51,14 +52,15 @@ def load_source(
     text: str,
     *,
     batch: int | None = None,
-    seq: int = 64,
+    seq: int | None = 64,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     device: str = "cpu",
 ) -> Source:
     """Read MODEL: `file.py:factory`, or `hf:MODEL_TYPE?num_hidden_layers=2&hidden_size=64`.
 
-    `batch` is the global batch size. `dtype` float64 makes parameters and data float64, other dtypes leave them
+    `batch` is the global batch size; without `seq` a Hugging Face model gets sequences of its context, at most
+    MAX_CONTEXT tokens. `dtype` float64 makes parameters and data float64, other dtypes leave them
     float32. A factory gets those of batch, seq and seed that it has parameters for. On device "meta" the model
     allocates nothing. Raises MeshweaveError for what is missing or unknown, with near misses.
     """
@@ -106,7 +108,7 @@ def near_miss(got: str, names: Iterable[str]) -> str:
 # files
 
 
-def _from_file(text: str, batch: int | None, seq: int, seed: int, device: str) -> Source:
+def _from_file(text: str, batch: int | None, seq: int | None, seed: int, device: str) -> Source:
     path, colon, name = text.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise MeshweaveError(
@@ -256,10 +258,11 @@ def _text() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def _hugging_face(text: str, batch: int, seq: int, seed: int, device: str) -> Source:
+def _hugging_face(text: str, batch: int, length: int | None, seed: int, device: str) -> Source:
     model_type, _, query = text.removeprefix("hf:").partition("?")
-    task = _task_of(model_type)
-    config = _config(model_type, _parse(query, text), seq, text)
+    task, chosen = _task_of(model_type), _parse(query, text)
+    seq = _context(model_type, chosen) if length is None else length
+    config = _config(model_type, chosen, seq, text)
     with torch.device(device):
         model = _build(task, config, text)
 
@@ -304,6 +307,14 @@ def _task_of(model_type: str) -> _ModelFamily:
             hint="types are those of transformers' AutoConfig, for example llama, gpt2, qwen2, bert, vit",
         )
     return task
+
+
+def _context(model_type: str, overrides: Mapping[str, Any]) -> int:
+    """The tokens of a model's context, at most MAX_CONTEXT; as many if its configuration does not say."""
+    plain = _transformers().AutoConfig.for_model(model_type)
+    name = dict(type(plain).attribute_map).get("max_position_embeddings", "max_position_embeddings")
+    context = overrides.get("max_position_embeddings", overrides.get(name, getattr(plain, name, None)))
+    return min(context, MAX_CONTEXT) if isinstance(context, int) else MAX_CONTEXT
 
 
 def _parse(query: str, text: str) -> dict[str, Any]:

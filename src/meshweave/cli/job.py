@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
 from meshweave.build import Target, build_program
+from meshweave.capture.batch import shapes_text
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.sources import Source, load_source
 from meshweave.capture.step import CaptureOptions, Precision, StepSource
@@ -49,7 +50,7 @@ class StepOptions(Options):
     lr: float | None = option(None, "learning rate; by default the optimizer's", min=0)
     local_batch: int | None = option(None, "batch size per data-parallel device", min=1)
     batch: int | None = option(None, "global batch size, instead of --local-batch", min=1)
-    seq: int = option(64, "tokens per sequence", min=2)
+    seq: int | None = option(64, "tokens per sequence", min=2)
     dtype: Dtype = option("float32", "bfloat16 is autocast: parameters stay float32")
     param_dtype: ParamDtype | None = option(None, "cast parameters before forward")
     accumulate: int = option(1, "microbatches per step", min=1)
@@ -104,8 +105,11 @@ class MeshStepOptions(StepOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOptions(StepOptions):
-    """The machine of a simulated step. It need not be present."""
+    """The machine of a simulated step. It need not be present. The defaults are those of training."""
 
+    seq: int | None = option(None, "tokens per sequence; by default the model's context, at most 8192", min=2)
+    dtype: Dtype = option("bfloat16", "bfloat16 is autocast: parameters stay float32")
+    passes: str = option("default", "passes over the step, such as none or overlap,split=2,recompute=full")
     profile: str = option("h100", f"machine: {', '.join(profile_names())}, or a file (profile.toml)")
     scale: str = option("", "what-if factors of the machine: net_bandwidth=2,attention=cudnn")
     fusion: Fusion | None = option(None, "what runs as a single kernel; by default as the machine profile says")
@@ -119,6 +123,25 @@ class MachineOptions(StepOptions):
         self.machine.check_mesh(Mesh(mesh))
         shared = {each.name: getattr(self, each.name) for each in fields(StepOptions)}
         return compiled_unrun(screen, MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared))
+
+    def with_batch(self, meshes: Sequence[tuple[str, str]]) -> Self:
+        """The same with a global batch for all meshes and plans: unless stated, of a Hugging Face model, one sequence
+        for each data-parallel device and microbatch of the mesh that has most of them."""
+        if not self.model.startswith("hf:") or self.batch is not None or self.local_batch is not None:
+            return self
+        most = max(data_parallel_size(Mesh(mesh), parse_plan(plan)) for mesh, plan in meshes)
+        return replace(self, batch=most * self.accumulate)
+
+    def assumptions(self, program: Program) -> str:
+        """What a simulation assumes of the training, in a line."""
+        batch = {item.name: item.spec.shape for item in program.captured.inputs if item.kind == "batch"}
+        dtype = f"parameters in {self.param_dtype}" if self.param_dtype else f"{self.dtype} compute, float32 parameters"
+        times = f" in each of {self.accumulate} microbatches" if self.accumulate > 1 else ""
+        recompute = f", recompute {program.recompute}" if program.recompute != "none" else ""
+        return (
+            f"assumed: global batch {shapes_text(batch.items())}{times}; {dtype}; {self.optimizer}; "
+            f"passes {self.passes}{recompute}"
+        )
 
 
 def compiled(

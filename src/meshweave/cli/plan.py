@@ -53,7 +53,9 @@ class ExplainOptions(MachineOptions):
 def explain(screen: Screen, options: ExplainOptions) -> int:
     """Explain for every communication why it moves and why it is exposed; with --why only for those that match a
     text."""
+    options = options.with_batch([(options.mesh, options.plan)])
     program = options.compiled(screen, options.mesh, options.plan)
+    screen.say(options.assumptions(program))
     return _explain(screen, program, whatif.simulate(program, options.machine, fusion=options.fusion), options.why)
 
 

@@ -66,8 +66,12 @@ def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
         buckets=buckets,
     )
     simulations, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()
-    for mesh, plan in zip(options.mesh, _plans(options.plan, len(options.mesh)), strict=True):
+    pairs = list(zip(options.mesh, _plans(options.plan, len(options.mesh)), strict=True))
+    options = options.with_batch(pairs)
+    for mesh, plan in pairs:
         program = options.compiled(screen, mesh, plan)
+        if not simulations:
+            screen.say(options.assumptions(program))
         title = " ".join(filter(None, (options.model, f"on {mesh or 'one device'}", plan)))
         simulations.append((program, played(program, title=title)))
         if program.roles is not program.expanded or program.optimized.variants:
