@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.capture.batch import Batch
+from meshweave.capture.model_checks import check_shapes
 from meshweave.errors import CaptureError
 
 
@@ -179,3 +180,22 @@ class Scaled(nn.Module):
 def test_another_object_in_the_batch_counts_if_it_makes_a_difference(pair: tuple[Any, Any]) -> None:
     step = assert_equals_eager(Scaled(), [own() | {"by": by} for by in (pair[0], copy(pair[0]), pair[1])])
     assert len(step._compiled.variants.all) == 2
+
+
+def test_nested_tensors_are_an_error() -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    with pytest.raises(CaptureError, match=r"nested or sparse\n  where: entry 'x'") as error:
+        Batch.of({"y": torch.ones(2), "x": ragged})
+    assert "to_padded_tensor" in str(error.value)
+
+
+def test_a_plain_attribute_on_meta_is_named() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(4, 4), torch.ones(4)
+
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled())
+    with pytest.raises(CaptureError, match=r"the attribute '0.scale' is a tensor without values"):
+        check_shapes(model)

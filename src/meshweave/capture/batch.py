@@ -39,6 +39,14 @@ class Batch:
                 got=type(batch).__name__,
                 expected="tensors in a dict, tuple, list or dataclass, or in a nest of them",
             )
+        if nested := [name for name, tensor in tensors.items() if tensor.is_nested or tensor.is_sparse]:
+            raise CaptureError(
+                "the batch has a tensor that is nested or sparse",
+                where=f"entry '{nested[0]}'",
+                expected="dense tensors, of the same shape in every batch or of few shapes",
+                hint="pad it (torch.nested.to_padded_tensor(x, 0.0)) and pass the lengths or a mask beside it; "
+                "x.to_dense() of a sparse tensor",
+            )
         rest = {name: leaf for name, leaf in values.items() if name not in tensors}
         order = tuple(values)
         join = lambda new: _closed(whole, pytree.tree_unflatten([new[name] for name in order], tree))  # noqa: E731

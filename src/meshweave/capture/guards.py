@@ -231,6 +231,8 @@ def check_entries(example: Batch, batch: Batch) -> None:
             where=f"entry '{missing[0]}'",
             got=", ".join(batch.names),
             expected=", ".join(example.names),
+            hint="pass a value that changes nothing (a mask of ones); or compile a second step for such batches, with "
+            "the same model and optimizer",
         )
 
 

@@ -43,7 +43,19 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Raises CaptureError for a parameter of a lazy module that has not been called."""
+    """Raises CaptureError for a parameter of a lazy module that has not been called, and for an attribute that is a
+    tensor on the meta device, but neither a parameter nor a buffer: nothing fills it."""
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta and id(value) not in known:
+                raise CaptureError(
+                    f"the attribute '{f'{path}.{name}' if path else name}' is a tensor without values",
+                    got="a plain tensor attribute, on the meta device",
+                    expected="parameters and buffers on the meta device, which are filled when the step is compiled",
+                    hint="make it outside of torch.device('meta'), or in forward; or "
+                    f"self.register_buffer('{name}', ..., persistent=False) with a reset_parameters() that fills it",
+                )
     for name, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise CaptureError(
