@@ -16,7 +16,8 @@ _DYNAMIC = (
     "the shape of a result depends on data",
     "use fixed shapes and masks (no nonzero, unique or boolean indexing, but by a mask that forward makes of "
     "numbers, or that is a plain attribute, no buffer). x[mask].mean() is (x * mask[:, None]).sum() / mask.sum() / "
-    "x[0].numel(), or torch.where(mask[:, None], x, 0) where x may be infinite; x[mask] = f(x[mask]) is torch.where(mask, f(x), x). "
+    "x[0].numel(), or torch.where(mask[:, None], x, 0) where x may be infinite; x[mask] = f(x[mask]) is "
+    "torch.where(mask, f(x), x). "
     "Experts that loop over the tokens they get: "
     'for a Hugging Face model, model.set_experts_implementation("grouped_mm"); in your own model, '
     "torch.nn.functional.grouped_mm, or every expert on all tokens, weighted by (chosen == expert)",
