@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -71,6 +71,7 @@ class CompiledStep:
         first = Variant(program=program, session=session, keys=keys, rows=rows_check(program, world))
         self.variants = Variants(guards, first, build)
         self.last = first  # the program of the last step
+        self.evaluated: Mapping[str, Tensor] = {}  # loss and metrics of the last evaluation
         self.numbers = None
         if optimizer is not None and spec is not None:
             self.numbers = StepNumbers(spec, optimizer, model)
@@ -118,6 +119,7 @@ class CompiledStep:
             variant, inputs = self.variants.of(batch, part, 1)
             tensors = dict(zip(inputs.names, inputs.tensors, strict=True))
             loss, outputs = variant.session.evaluate(tensors, variant.outputs)
+            self.evaluated = variant.session.evaluated if part == "loss" else self.evaluated
             shape = variant.program.contract.outputs
             return loss, shape.join(outputs) if shape is not None else None
 
@@ -209,7 +211,7 @@ class CompiledStep:
 class TrainStep:
     """A compiled training step: call it with a batch, get the loss.
 
-    `program` has the graphs, `metrics` the numbers of the last step (loss, grad_norm).
+    `program` has the graphs, `metrics` the numbers of the last step (loss, grad_norm, those that the loss returned).
     """
 
     def __init__(self, compiled: CompiledStep, compile_again: Callable[[], CompiledStep] | None = None) -> None:
@@ -297,8 +299,14 @@ class TrainStep:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers of the last step. On CUDA this waits for the step."""
+        """The numbers of the last step: `loss`, with `clip_grad_norm` `grad_norm`, and what a loss function returned as
+        `(loss, {"name": number})`, of the global batch, averaged over microbatches. On CUDA this waits for the step."""
         return {name: float(value) for name, value in self._compiled.last.session.values.items()}
+
+    @property
+    def evaluated(self) -> dict[str, float]:
+        """The numbers of the last `evaluate`: `loss`, and what the loss function returned beside it."""
+        return {name: float(value) for name, value in self._compiled.evaluated.items()}
 
     @property
     def num_steps(self) -> int:

@@ -35,7 +35,7 @@ from meshweave.runtime.regions.compiler import BackendName, RegionCompiler, back
 from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
-from meshweave.runtime.update import Replacements, Update, outputs, pieces_by_name, scalar
+from meshweave.runtime.update import Replacements, Update, metrics_of, outputs, pieces_by_name, scalar
 from meshweave.runtime.watch import POLL
 from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
@@ -159,11 +159,9 @@ class Fetched:
         return float(self._host)
 
 
-def mean_of(losses: Sequence[Fetched]) -> Tensor:
-    """The mean of the losses of microbatches, in their dtype."""
-    if len(losses) == 1:
-        return losses[0].value
-    return torch.stack([loss.value for loss in losses]).double().mean().to(losses[0].value.dtype)
+def mean_of(numbers: Sequence[Tensor]) -> Tensor:
+    """The mean of a number of each microbatch, in their dtype."""
+    return numbers[0] if len(numbers) == 1 else torch.stack([*numbers]).double().mean().to(numbers[0].dtype)
 
 
 def check_finite(losses: Sequence[float], step: int) -> None:
@@ -231,7 +229,8 @@ class Session:
             self.state.extend(self.roles)
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
         self.carries = Carries(self.roles, world)
-        self.values: dict[str, Tensor] = {}  # loss and grad_norm of the last step
+        self.values: dict[str, Tensor] = {}  # loss, grad_norm and metrics of the last step
+        self.evaluated: dict[str, Tensor] = {}  # loss and metrics of the last evaluation
         self.gradient_pieces: dict[str, list[Tensor]] | None = None  # of the last step, by name
         self._envs: list[Env] = []
 
@@ -243,7 +242,7 @@ class Session:
 
     def _build(self, meter: Meter | None, has_regions: bool = False) -> None:
         """The tasks of each local device, and their executor."""
-        kept = {"loss", "output", "norm", "buffer", "param", "state", "carry"}
+        kept = {"loss", "metric", "output", "norm", "buffer", "param", "state", "carry"}
         kept |= {"grad"} if self.settings.run.keep_gradients else set()
         self.ranks = self._compiled(kept, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
@@ -253,7 +252,7 @@ class Session:
         self.inputs = Inputs(self.world, self.ranks, self.settings.accumulate)
         self.replacements = Replacements.of(self.ranks)
         if self.settings.accumulate > 1:  # earlier microbatches have their own tasks, and pass on other values
-            early = self._compiled({"loss", "buffer", "acc"}, False, has_regions)
+            early = self._compiled({"loss", "metric", "buffer", "acc"}, False, has_regions)
             self._early: Executor = self.world.executor(self.roles, early, meter)
 
     def compile_regions(self) -> None:
@@ -290,12 +289,12 @@ class Session:
             with self.world.guard():
                 self.compile_regions()
                 self.bindings.take_over(self.state, is_guarded=True)
-                losses, left = self._differentiate(micros)
+                losses, metrics, left = self._differentiate(micros)
                 if self.settings.run.check_finite:
                     check_finite([loss.number() for loss in losses], self.state.num_steps + 1)
                 with uninterrupted():
                     self._update(numbers, left)
-                    self._keep_results(losses)
+                    self._keep_results(losses, metrics)
                     if done is not None:
                         done()
         finally:
@@ -333,10 +332,13 @@ class Session:
             all_traces = gathered(traces) if self.world.is_distributed else traces
         return measured(self.roles, all_traces, devices, tokens)
 
-    def _differentiate(self, micros: Sequence[Mapping[str, Tensor]]) -> tuple[list[Fetched], list[dict[Key, Tensor]]]:
+    def _differentiate(
+        self, micros: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[list[Fetched], list[dict[str, Tensor]], list[dict[Key, Tensor]]]:
         """Forward, loss and backward of each microbatch in turn. Its gradients are added to those of earlier ones; the
-        last reduces their sums over the mesh. Returns the losses, and for each device the buffers that are left."""
-        losses, left = list[Fetched](), [dict[Key, Tensor]() for _ in self.ranks]
+        last reduces their sums over the mesh. Returns losses, metrics, and the buffers that are left on each device."""
+        losses, metrics = list[Fetched](), list[dict[str, Tensor]]()
+        left = [dict[Key, Tensor]() for _ in self.ranks]
         for index, batch in enumerate(micros):
             is_last = index + 1 == self.settings.accumulate
             executor = self.executor if is_last else self._early
@@ -347,6 +349,7 @@ class Session:
             executor.begin(self._envs)
             executor.run(FORWARD)
             losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.run.check_finite))
+            metrics.append(metrics_of(self.ranks, self._envs))
             executor.run(BACKWARD)
             kinds = ("buffer",) if is_last else ("buffer", "acc")
             left = [
@@ -355,7 +358,7 @@ class Session:
             ]
             if not is_last:
                 executor.end()
-        return losses, left
+        return losses, metrics, left
 
     def evaluate(self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward only, which changes nothing: the loss (NaN if the program has none) and the full tensors of the
@@ -370,6 +373,8 @@ class Session:
                 self.executor.run(FORWARD)
                 has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
                 loss = scalar(self.ranks, self._envs, "loss") if has_loss else torch.tensor(torch.nan)
+                if has_loss:
+                    self.evaluated = {"loss": loss.clone(), **metrics_of(self.ranks, self._envs)}
                 return loss, self._outputs(specs)
             finally:
                 self._release()
@@ -408,13 +413,14 @@ class Session:
         self.state.num_steps += 1
         self.state.torn = False
 
-    def _keep_results(self, losses: Sequence[Fetched]) -> None:
-        """What can be read after a step: its loss and norm, and its gradients if they are kept."""
+    def _keep_results(self, losses: Sequence[Fetched], metrics: Sequence[Mapping[str, Tensor]]) -> None:
+        """What can be read after a step: its loss, norm and metrics, and its gradients if they are kept."""
         if self.settings.run.keep_gradients:
             self.gradient_pieces = pieces_by_name(self.ranks, self._envs, "grad")
         has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
         norm = {"grad_norm": scalar(self.ranks, self._envs, "norm")} if has_norm else {}
-        self.values = {"loss": mean_of(losses), **norm}
+        means = {name: mean_of([each[name] for each in metrics]) for name in metrics[0]}
+        self.values = {"loss": mean_of([loss.value for loss in losses]), **norm, **means}
 
     # reading values
 

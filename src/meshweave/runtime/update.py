@@ -120,6 +120,11 @@ def scalar(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> Tensor:
     return value.detach().clone()
 
 
+def metrics_of(ranks: Sequence[Compiled], envs: Sequence[Env]) -> dict[str, Tensor]:
+    """The numbers that the loss function returned beside the loss, as 0-dim tensors with their own memory."""
+    return {key[1]: envs[0][slot].detach().clone() for key, slot in outputs(ranks[0]) if key[0] == "metric"}
+
+
 def pieces_by_name(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> dict[str, list[Tensor]]:
     """Outputs of a kind by name: a piece for each local device that has it."""
     values: dict[str, list[Tensor]] = {}
