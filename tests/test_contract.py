@@ -158,7 +158,8 @@ def test_a_counter_for_a_log_is_noted_once(caplog: pytest.LogCaptureFixture) -> 
             run.model.num_seen = i
             run.step(DATA[i])
     assert number_of_programs(run) == 1
-    assert [r.message.partition(" makes")[0] for r in caplog.records] == ["model.num_seen"]
+    texts = [r.message for r in caplog.records if "makes no difference" in r.message]
+    assert [text.partition(" makes")[0] for text in texts] == ["model.num_seen"]
 
 
 def test_a_number_that_makes_a_difference_in_every_step_belongs_in_the_batch(caplog: pytest.LogCaptureFixture) -> None:
