@@ -87,6 +87,8 @@ BAD: list[tuple[dict[str, Any], type[mw.MeshweaveError], str]] = [
     ({"plan": "x"}, mw.PlanError, "'x' is not a scheme of plans"),
     ({"plan": {"up": "[{dp}, {}]"}}, mw.PlanError, "not a plan"),
     ({"precision": "bfloat16"}, mw.PlanError, "not a precision"),
+    ({"precision": torch.int8}, mw.PlanError, "autocast is not a floating-point dtype"),
+    ({"run": {"backend": "eager"}}, mw.PlanError, "not options of a run"),
     ({"shapes": 5}, mw.PlanError, "takes a list of batches"),
     ({"shapes": {"input": 5}}, mw.PlanError, "takes a list of batches"),
     ({"device": "meta"}, mw.MeshError, "cannot run on this device"),

@@ -235,7 +235,43 @@ class Buffered(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=entry[1] * group["lr"])
 
 
-@pytest.mark.parametrize("make_optimizer", [RunningNorm, Buffered])
+class Trying(torch.optim.Optimizer):
+    """Catches whatever a norm raises."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                try:
+                    scale = float(p.grad.norm())
+                except Exception:
+                    scale = 1.0
+                p.sub_(p.grad, alpha=group["lr"] * scale)
+
+
+class Beginning(torch.optim.Optimizer):
+    """Begins a mean in its third step."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] == 3:
+                    state["mean"] = torch.ones_like(p)
+                if "mean" in state:
+                    state["mean"].lerp_(p.grad, 0.1)
+                p.sub_(p.grad + state.get("mean", 0.0), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("make_optimizer", [RunningNorm, Buffered, Trying, Beginning])
 def test_state_that_a_trace_cannot_follow(make_optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     model = Net().double()
     twin = copy.deepcopy(model)
@@ -258,6 +294,19 @@ def test_clipping_accumulation_schedules_and_evaluation(mesh: str) -> None:
         for schedule in schedules:
             schedule.step()
     assert_equal(step, eager)
+
+
+def test_a_group_that_is_added_is_trained() -> None:
+    model = Net().double()
+    twin = copy.deepcopy(model)
+    ours, theirs = (Branching(m.layers[:2].parameters()) for m in (model, twin))
+    eager = Eager(twin, theirs, Recipe(loss=mse))
+    step = mw.compile(model, loss=mse, example=doubles()[0], optimizer=ours, mesh="fsdp=2", profile="alpha-beta")
+    for i, batch in enumerate(doubles()):
+        if i == 3:
+            for optimizer, its in ((ours, model), (theirs, twin)):
+                optimizer.add_param_group({"params": [*its.layers[2:].parameters()], "lr": 0.2})
+        assert float(step(batch)) == pytest.approx(eager(batch), rel=1e-12)
 
 
 def test_values_written_between_steps_count_and_a_step_is_compiled_again() -> None:

@@ -265,6 +265,8 @@ def compile(
     Raises MeshError, PlanError, CaptureError or RuleError, each with the offending line or name.
     """
     refuse_former("compile", former, passes)
+    if run is not None and not isinstance(run, RunOptions):
+        raise PlanError("not options of a run", where="run=", got=repr(run), expected="mw.RunOptions(...)")
     options = CompileOptions(
         source=StepSource(model, loss, forward),
         example=example,

@@ -132,9 +132,11 @@ class CompiledStep:
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         variant, inputs = self.variants.of(batch, "train", accumulate, groups)
         micros = [dict(zip(inputs.names, part, strict=True)) for part in inputs.split(variant.accumulate)]
-        if self.optimizer_guard is None or self.numbers is None:
+        if self.optimizer_guard is None:
             return variant, micros, {}
         self.optimizer_guard.check()
+        if self.numbers is None:
+            return variant, micros, {}
         numbers, fills = self.numbers.next(variant.updated)
         self.session.state.refill(fills)
         return variant, micros, numbers
@@ -144,9 +146,8 @@ class CompiledStep:
         if self.optimizer is None or self._own_state is None or self.numbers is None:
             return
         if self._own_state.take_over(self.session.state):
-            names = {id(p): name for name, p in self._own_state.params.items()}
-            optimizer_state = initial_state(self.optimizer, self.numbers.spec, names)
-            self.session.state.num_steps = optimizer_state.num_steps if optimizer_state else 0
+            counts = [int(kept["step"]) for kept in self.optimizer.state.values() if "step" in kept]
+            self.session.state.num_steps = max(counts, default=self.session.state.num_steps)
             self.numbers.read()
 
     def _stepped(self, variant: Variant) -> None:

@@ -89,6 +89,15 @@ def test_a_checkpoint_of_either_is_resumed_by_the_other(make: str, mesh: str, tm
     go_on(before, eager)
 
 
+def test_written_state_that_counts_no_steps_keeps_the_number_of_steps() -> None:
+    ours, _ = pair("sgd", "")
+    for i, batch in enumerate(DATA[:4]):
+        if i == 3:
+            ours.optimizer.state[ours.model.up.weight]["momentum_buffer"].zero_()
+        ours.train(batch)
+    assert ours.step.num_steps == 4
+
+
 @pytest.mark.parametrize("mesh", ["", "fsdp=2,tp=2"])
 def test_state_that_is_loaded_or_cleared_between_steps_counts(mesh: str) -> None:
     ours, eager = pair("adamw", mesh)

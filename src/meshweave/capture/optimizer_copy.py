@@ -180,6 +180,8 @@ class OptimizerCopy:
                 for part in self._parts:
                     make_state(part)
                     part.step()
+            if tracer.refusal is not None:
+                raise tracer.refusal
             after = self._shown()
             if changed := [place for place in {**before, **after} if before.get(place) != after.get(place)]:
                 raise untraceable("the optimizer changes an option or attribute of its own", changed[0], self.name)

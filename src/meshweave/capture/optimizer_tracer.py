@@ -22,6 +22,7 @@ from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.optimizer_arithmetic import ARITHMETIC, SUMS, row_of, scaled
 from meshweave.capture.optimizer_graph import Key, Outputs, UpdateValue, Values, ordered
 from meshweave.capture.optimizer_tape import Number, Tape, TapeRef, flat, plain, untraceable
+from meshweave.errors import CaptureError
 from meshweave.interop.fake import DispatchMode, without_modes
 from meshweave.interop.ops import arguments_of, is_mutable, operator_name, returns_of
 from meshweave.interop.storages import storage_key
@@ -76,7 +77,14 @@ class _Functions(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tracer, kwargs = self.tracer, kwargs or {}
+        try:
+            return self._called(func, args, kwargs or {})
+        except CaptureError as error:  # which the code may catch
+            self.tracer.refusal = error
+            raise
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tracer = self.tracer
         has_tensor = has_number = False
         for x in flat(args, *kwargs.values()):
             has_tensor = has_tensor or tracer.find(x) is not None
@@ -110,7 +118,8 @@ def _is_mask(x: Tensor, index: Any) -> bool:
 @dataclass(eq=False)
 class UpdateTracer(DispatchMode):
     """Records a run on tensors of the meta device that it knows. `numbers`: for each parameter the numbers of its
-    graph, in the order of their first use; `fills`: what a value of fresh state is filled with."""
+    graph, in the order of their first use; `fills`: what a value of fresh state is filled with; `refusal`: the last
+    error of a call that cannot be traced."""
 
     values: Values
     tape: Tape
@@ -119,6 +128,7 @@ class UpdateTracer(DispatchMode):
     numbers: dict[str, list[TapeRef]] = field(default_factory=dict)
     fills: dict[UpdateValue, Any] = field(default_factory=dict)
     _storages: dict[int, list[UpdateTensor]] = field(default_factory=dict)
+    refusal: CaptureError | None = None
     _is_paused: bool = False
     _is_in_row: bool = False
 

@@ -60,8 +60,10 @@ class Precision:
     accumulate_in: Literal["auto", "whole", "shards"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.param_dtype is not None and not self.param_dtype.is_floating_point:
-            raise PlanError("param_dtype is not a floating-point dtype", got=str(self.param_dtype))
+        for name in ("autocast", "param_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise PlanError(f"{name} is not a floating-point dtype", got=str(dtype), expected="torch.bfloat16")
         if self.accumulate_in not in ("auto", "whole", "shards"):
             raise PlanError(
                 "unknown value of accumulate_in", got=repr(self.accumulate_in), expected="auto, whole or shards"

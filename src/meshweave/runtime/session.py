@@ -83,6 +83,8 @@ class RunOptions:
             raise PlanError(
                 "unknown on_different_weights", got=repr(self.on_different_weights), expected=" or ".join(WAYS)
             )
+        if not isinstance(self.max_programs, int) or self.max_programs < 1:
+            raise PlanError("invalid number of programs", got=f"max_programs={self.max_programs}", expected="1 or more")
         if not isinstance(self.passes_seconds, Real) or math.isnan(self.passes_seconds):
             raise PlanError(
                 "passes_seconds is not a number of seconds",
