@@ -15,6 +15,7 @@ from tests.training import assert_tensors, batches, compile_once, mse
 from torch import Tensor, nn
 
 import meshweave as mw
+from meshweave.runtime.optimizer_state import replace_in_optimizer
 
 MAKE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1, amsgrad=True),
@@ -87,6 +88,14 @@ def test_a_checkpoint_of_either_is_resumed_by_the_other(make: str, mesh: str, tm
     load(before, torch.load(tmp_path / "eager.pt"))  # before compile
     before.step = mw.compile(model, loss=mse, example=DATA[0], optimizer=before.optimizer, mesh=mesh)
     go_on(before, eager)
+
+
+def test_an_optimizer_that_another_wraps_gets_the_new_parameters() -> None:
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+    outer: Any = torch.optim.SGD([old], lr=0.1)
+    outer.inner = torch.optim.Adam([old])
+    replace_in_optimizer(outer, {old: new})
+    assert outer.param_groups[0]["params"][0] is outer.inner.param_groups[0]["params"][0] is new
 
 
 def test_written_state_that_counts_no_steps_keeps_the_number_of_steps() -> None:

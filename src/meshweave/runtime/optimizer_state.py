@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshweave.capture.optimizer_groups import parts_of
 from meshweave.interop.storages import version_of
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
@@ -133,7 +134,10 @@ def _mark(value: Any) -> tuple[int, int]:
 
 
 def replace_in_optimizer(optimizer: torch.optim.Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
-    """Replace parameters in an optimizer's groups and in its state."""
+    """Replace parameters in an optimizer's groups and in its state, also in an optimizer that it wraps."""
+    for part in parts_of(optimizer):
+        for inner in (x for x in vars(part).values() if isinstance(x, torch.optim.Optimizer)):
+            replace_in_optimizer(inner, replaced)
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(p, p) for p in group["params"]]
     for p in [p for p in optimizer.state if p in replaced]:
