@@ -19,14 +19,11 @@ aten = torch.ops.aten
 
 
 Key = tuple[str, str]  # ("param", ""), ("grad", "") or ("state", slot)
-# Where a number comes from: pairs of a variant of the update, and the index among its numbers. Several, if it is the
-# number of the current step's variant; the index -1 stands for 1 in the variant and 0 in others.
-NumberSource = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateValue:
-    """A value: an op on others, or an input if `target` is None and `args` is its key or its `NumberSource`."""
+    """A value: an op on others, or an input if `target` is None and `args` is its key (of a number, its index)."""
 
     target: Any
     args: tuple[Any, ...]
@@ -76,7 +73,7 @@ class Values:
         return {key: env[value] for key, value in outputs.items()}
 
     def merge(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue) -> UpdateValue:
-        """`where(condition, yes, no)`, pushed down. Two numbers are a single input: that of the current variant."""
+        """`where(condition, yes, no)`, pushed down."""
         if yes is no:
             return yes
         key = (id(condition), id(yes), id(no))
@@ -85,8 +82,6 @@ class Values:
         return self._merged[key]
 
     def _choose(self, condition: UpdateValue, yes: UpdateValue, no: UpdateValue) -> UpdateValue:
-        if _is_number(yes) and _is_number(no):
-            return self.input(yes.args[0] | no.args[0], Spec((), torch.float64))
         if _same_op(yes, no):
             differing = [i for i, (a, b) in enumerate(zip(yes.uses, no.uses, strict=True)) if a is not b]
             large = [i for i in differing if not _may_merge(yes.uses[i], no.uses[i])]
@@ -96,14 +91,9 @@ class Values:
         return self.op(aten.where.self, (condition, yes, no), (), yes.spec)
 
 
-def _is_number(value: UpdateValue) -> bool:
-    return value.target is None and isinstance(value.args[0], frozenset)
-
-
 def _may_merge(a: UpdateValue, b: UpdateValue) -> bool:
     """Whether a choice between two values is cheap."""
-    both_numbers = _is_number(a) and _is_number(b)
-    return both_numbers or all(isinstance(x.spec, Spec) and not x.spec.shape for x in (a, b))
+    return all(isinstance(x.spec, Spec) and not x.spec.shape for x in (a, b))
 
 
 def _same_op(a: UpdateValue, b: UpdateValue) -> bool:

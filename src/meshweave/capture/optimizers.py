@@ -17,13 +17,10 @@ from torch import Tensor, nn
 
 from meshweave.capture.optimizer_copy import Kept, NumberPath, OptimizerCopy, OptimizerOptions, Place, TracedStep
 from meshweave.capture.optimizer_graph import (
-    NumberSource,
     Outputs,
     RunOp,
-    UpdateValue,
     Values,
     evaluate,
-    ordered,
     run_op,
 )
 from meshweave.capture.optimizer_groups import (
@@ -74,30 +71,31 @@ class UpdateKind:
     """What the optimizer does to some parameters of the same group, shape and dtype.
 
     `slots`: their state tensors; `paths`: the possible steps, and `variants`: the variant of the graph that each takes;
-    `numbers`: the input numbers; `kept`: the optimizer's own numbers after the first step.
+    `num_numbers`: how many numbers the longest path has; `kept`: the optimizer's own numbers after the first step.
     """
 
     group: int
     slots: Mapping[str, Spec]
     paths: tuple[NumberPath, ...]
     variants: tuple[int, ...]
-    numbers: tuple[NumberSource, ...]
+    num_numbers: int
     outputs: Outputs
     kept: Mapping[str, Any]
 
+    @property
+    def num_variants(self) -> int:
+        return 1 + max(self.variants)
+
+    @property
+    def num_inputs(self) -> int:
+        return self.num_numbers + self.num_variants - 1
+
     def inputs_of(self, step: PathNumbers) -> list[float]:
-        """The input numbers in a step; 1 for numbers of other variants, which are not used then."""
+        """The input numbers in a step: those of its path, with 1 for numbers that the path lacks; and for each variant
+        but the last whether it is taken."""
         variant = self.variants[step.index]
-        return [_input(number, variant, step.numbers) for number in self.numbers]
-
-
-def _input(number: NumberSource, variant: int, numbers: Sequence[float]) -> float:
-    for its_variant, index in number:
-        if index < 0:
-            return float(its_variant == variant)
-        if its_variant == variant:
-            return float(numbers[index])
-    return 1.0
+        numbers = [*map(float, step.numbers), *[1.0] * (self.num_numbers - len(step.numbers))]
+        return numbers + [float(v == variant) for v in range(self.num_variants - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ class OptimizerSpec:
 
     def numbers(self) -> list[str]:
         """Names of the numbers that a step takes: kind of update, and index among its numbers."""
-        return [f"update{k}.{i}" for k in sorted({*self.leaders}) for i in range(len(self.kinds[k].numbers))]
+        return [f"update{k}.{i}" for k in sorted({*self.leaders}) for i in range(self.kinds[k].num_inputs)]
 
     def members(self, leader: int) -> list[str]:
         """The parameters whose numbers are those of a kind."""
@@ -143,7 +141,7 @@ class OptimizerSpec:
         kind = self.kinds[index]
         inputs: dict[Any, Any] = {("param", ""): param, ("grad", ""): grad}
         inputs |= {("state", slot): value for slot, value in state.items()}
-        inputs |= {number: numbers[f"update{self.leaders[index]}.{i}"] for i, number in enumerate(kind.numbers)}
+        inputs |= {i: numbers[f"update{self.leaders[index]}.{i}"] for i in range(kind.num_inputs)}
         results = evaluate(kind.outputs, inputs.__getitem__, call)
         return results["param", ""], {key[1]: value for key, value in results.items() if key[0] == "state"}
 
@@ -176,7 +174,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
             kinds[key] = _kind(own.values, at, paths, slots, fresh[name].after.numbers)
         kind_of[name] = [*kinds].index(key)
     unique = tuple(kinds.values())
-    alike = [(kind.group, kind.paths, kind.variants, kind.numbers, key[-1]) for key, kind in kinds.items()]
+    alike = [(kind.group, kind.paths, kind.variants, key[-1]) for key, kind in kinds.items()]
     leaders = tuple(alike.index(same) for same in alike)
     groups = MappingProxyType({name: own.group_of[name] for name in kind_of})
     return OptimizerSpec(own.name, unique, leaders, own.options.forms, MappingProxyType(kind_of), groups)
@@ -224,29 +222,20 @@ def _kind(
     for step in steps:
         if step.outputs not in variants:
             variants.append(step.outputs)
-    outputs = _merged(values, variants)
-    leaves = [v.args[0] for v in ordered(outputs.values()) if v.target is None]
-    sources = tuple(leaf for leaf in leaves if isinstance(leaf, frozenset))
     paths, taken = tuple(step.path for step in steps), tuple(variants.index(step.outputs) for step in steps)
-    return UpdateKind(group, dict(slots), paths, taken, sources, outputs, kept)
+    num_numbers = max(len(path.replay.results[0]) for path in paths)
+    return UpdateKind(group, dict(slots), paths, taken, num_numbers, _merged(values, variants, num_numbers), kept)
 
 
-def _merged(values: Values, variants: Sequence[Outputs]) -> Outputs:
-    """The outputs of an update in all variants. A slot that a variant lacks has the value that the variant leaves
-    there."""
-    each = [values.replaced(outputs, _sources(values, outputs, v)) for v, outputs in enumerate(variants)]
-    result = each[-1]
-    for v, outputs in reversed(list(enumerate(each[:-1]))):
-        number = values.input(frozenset({(v, -1)}), Spec((), torch.float64))
+def _merged(values: Values, variants: Sequence[Outputs], num_numbers: int) -> Outputs:
+    """The outputs of an update in all variants. Each number is that of the variant which is taken. A slot that a
+    variant lacks has the value that the variant leaves there."""
+    result = variants[-1]
+    for v, outputs in reversed(list(enumerate(variants[:-1]))):
+        number = values.input(num_numbers + v, Spec((), torch.float64))
         is_taken = values.op(aten.ne.Scalar, (number, 0), (), Spec((), torch.bool))
         result = {k: values.merge(is_taken, outputs.get(k, result[k]), result[k]) for k in result}
     return result
-
-
-def _sources(values: Values, outputs: Outputs, variant: int) -> dict[UpdateValue, UpdateValue]:
-    """The numbers of a variant as inputs of the merged graph."""
-    numbers = [v for v in ordered(outputs.values()) if v.target is None and isinstance(v.args[0], int)]
-    return {v: values.input(frozenset({(variant, v.args[0])}), Spec((), torch.float64)) for v in numbers}
 
 
 def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
