@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,10 +103,18 @@ def test_an_op_is_captured_without_detours() -> None:
     """Calls for each node, in both runs of the model: more where fake operands, or questions for their devices, go
     through torch's dispatcher again, or where function modes see what the tracer reads in backward."""
     (example,) = batches(1, (3, 4), (3, 4))
-    captured(Stack(depth=2), example)  # imports, and torch's cache of fake results
-    sizes = [len(captured(Stack(depth=depth), example).graph.nodes) for depth in (2, 6)]
-    few, many = (calls_of(lambda depth=depth: captured(Stack(depth=depth), example)) for depth in (2, 6))  # type: ignore[misc]
-    assert (many - few) / (sizes[1] - sizes[0]) < 1000
+    stacks = [(model, read_optimizer(sgd(model.parameters()), model)) for model in (Stack(depth=2), Stack(depth=6))]
+    few, many = (partial(capture, model, mse, example, read, CaptureOptions()) for model, read in stacks)
+    num_nodes = len(many().graph.nodes) - len(few().graph.nodes)  # after imports, and torch's cache of fake results
+    assert (calls_of(many) - calls_of(few)) / num_nodes < 1000
+
+
+def test_an_optimizer_is_read_with_few_calls_for_each_parameter() -> None:
+    models = [Stack(depth=2), Stack(depth=6)]
+    few, many = (partial(read_optimizer, torch.optim.AdamW(model.parameters()), model) for model in models)
+    few()
+    num_params = len([*models[1].parameters()]) - len([*models[0].parameters()])
+    assert (calls_of(many) - calls_of(few)) / num_params < 20_000
 
 
 def test_loss_and_update_say_so(stack: StepGraph) -> None:

@@ -25,7 +25,7 @@ _OPTIM = str(Path(torch.optim.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
 _WRAPPERS = (f"{_OPTIM}/optimizer.py", f"{_OPTIM}/lr_scheduler.py")
 # Functions of tensors whose results do not depend on elements.
-_OF_FORM = frozenset({"__get__", "__hash__", "dim", "numel", "size", "is_complex", "is_floating_point"})
+_OF_FORM = frozenset({"__hash__", "dim", "numel", "size", "is_complex", "is_floating_point"})
 
 
 def line_of(error: BaseException) -> str:
@@ -133,6 +133,7 @@ class Tape:
     values: list[Any] = field(default_factory=list)
     owners: list[Owner] = field(default_factory=list)
     inputs: dict[int, Any] = field(default_factory=dict)  # the option or slot of a value
+    begun: dict[int, Tensor] = field(default_factory=dict)  # inputs that are tensors, as the run began
     entries: dict[int, TapeEntry] = field(default_factory=dict)  # that compute values, by index
     guards: dict[Owner, dict[Any, TapeEntry]] = field(default_factory=dict)
     _tensors: dict[int, TapeRef] = field(default_factory=dict)  # by id; `values` keeps them alive
@@ -144,7 +145,10 @@ class Tape:
         self.inputs[len(self.values)] = key
         if not isinstance(value, Tensor) and not isinstance(owner, str):
             self._shared.add(len(self.values))
-        return self._new(value.detach().cpu().clone() if isinstance(value, Tensor) else value, owner)
+        if isinstance(value, Tensor):
+            self.begun[len(self.values)] = value = value.detach().cpu()
+            return self._new(value.clone(), owner)
+        return self._new(value, owner)
 
     def _new(self, value: Any, owner: Owner) -> Any:
         ref = TapeRef(len(self.values))
@@ -161,7 +165,7 @@ class Tape:
         """Where a value of the code is on the tape."""
         if type(x) is Number:
             return x.ref
-        return self._tensors.get(id(x)) if isinstance(x, Tensor) else None
+        return self._tensors.get(id(x)) if type(x) is Tensor else None
 
     def refs(self, x: Any) -> Any:
         """Arguments with references in place of values on the tape."""
@@ -259,7 +263,14 @@ class Tape:
         )
         read = tuple(self.inputs[i] for i in options), tuple(self.inputs[i] for i in slots)
         replay = Replay(*read, described, renumbered(results))
+        again = replay(self._of_inputs(options), self._of_inputs(slots))
+        if repr(_shown(again)) != repr(_shown(_valued(results, self.values))):
+            raise untraceable("the optimizer computes other numbers when the same is computed again", name)
         return known.setdefault(repr((read, [(_shown(e.args), e) for e in described], _shown(replay.results))), replay)
+
+    def _of_inputs(self, indices: Sequence[int]) -> dict[Any, Any]:
+        """Inputs by option or slot, as the run began."""
+        return {self.inputs[i]: self.begun.get(i, self.values[i]) for i in indices}
 
     def _is_shared(self, entry: TapeEntry) -> bool:
         """Whether all parameters of a group have an entry, wherever on the tape."""

@@ -14,9 +14,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import TensorWeakRef
 
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.optimizer_arithmetic import ARITHMETIC, SUMS, row_of, scaled
@@ -33,6 +32,7 @@ from meshweave.ir.traits import IDENTITIES, is_random, reads_data
 aten = torch.ops.aten
 
 _META = torch.device("meta")
+_KNOWN = "_meshweave_value"  # an attribute: torch returns a copy of a new tensor that has another reference
 _TENSOR: Any = Tensor
 _SET_DATA: Any = _TENSOR.data.__set__
 _READS = frozenset({Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.tolist})
@@ -59,7 +59,7 @@ class UpdateTensor:
     ("": none yet), its first value if it is fresh, and how a write to it becomes one to the tensor that it is a view
     of."""
 
-    ref: TensorWeakRef  # torch returns a copy of a new tensor that has another reference
+    tracer: UpdateTracer
     value: UpdateValue | None
     owner: str
     spec: Spec
@@ -77,6 +77,8 @@ class _Functions(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__":  # an attribute
+            return func(*args, **kwargs or {})
         try:
             return self._called(func, args, kwargs or {})
         except CaptureError as error:  # which the code may catch
@@ -87,8 +89,10 @@ class _Functions(TorchFunctionMode):
         tracer = self.tracer
         has_tensor = has_number = False
         for x in flat(args, *kwargs.values()):
-            has_tensor = has_tensor or tracer.find(x) is not None
-            has_number = has_number or tracer.tape.ref_of(x) is not None
+            if tracer.find(x) is not None:
+                has_tensor = True
+            elif tracer.tape.ref_of(x) is not None:
+                has_number = True
         if not has_tensor:
             own = {k: v for k, v in kwargs.items() if not (k == "device" and v == _META)}  # beside a parameter
             is_creation = func in _CREATORS and not has_number and _has_dims(args, kwargs)
@@ -124,7 +128,6 @@ class UpdateTracer(DispatchMode):
     values: Values
     tape: Tape
     rows: dict[Any, UpdateValue]  # results of rows, each of which runs once
-    _known: dict[int, UpdateTensor] = field(default_factory=dict)
     numbers: dict[str, list[TapeRef]] = field(default_factory=dict)
     fills: dict[UpdateValue, Any] = field(default_factory=dict)
     _storages: dict[int, list[UpdateTensor]] = field(default_factory=dict)
@@ -144,14 +147,16 @@ class UpdateTracer(DispatchMode):
         """From now on a tensor has this value."""
         place = tensor.shape, tensor.dtype, tensor.stride(), tensor.storage_offset()
         spec = Spec(tuple(tensor.shape), tensor.dtype)
-        traced = self._known[id(tensor)] = UpdateTensor(TensorWeakRef(tensor), value, owner, spec, place)
+        traced = tensor.__dict__[_KNOWN] = UpdateTensor(self, value, owner, spec, place)
         self._storages.setdefault(storage_key(tensor), []).append(traced)
         return traced
 
     def find(self, x: Any) -> UpdateTensor | None:
         """What is known of a tensor."""
-        traced = self._known.get(id(x))
-        return traced if traced is not None and traced.ref() is x else None
+        if type(x) is not Tensor and type(x) is not nn.Parameter:
+            return None
+        traced: UpdateTensor | None = x.__dict__.get(_KNOWN)
+        return traced if traced is not None and traced.tracer is self else None
 
     def traced(self, tensor: Tensor) -> UpdateTensor:
         traced = self.find(tensor)
@@ -302,9 +307,11 @@ class UpdateTracer(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         name = operator_name(func)
         is_creation = name in _FILLS and kwargs.get("device") == _META
-        if self._is_paused or not (is_creation or self._operands(args, *kwargs.values())):
+        if not is_creation and not self._operands(args, *kwargs.values()):
             return func(*args, **kwargs)
         owner = self.owner_of(args, *kwargs.values())
         if name in _FILLS:
