@@ -413,28 +413,6 @@ class StepNumbers:
         wanted = {*names}
         return {name: dict(kept.numbers) for name, kept in self._kept.items() if name in wanted}
 
-    def values(self) -> dict[str, dict[str, float]]:
-        """What the optimizer's code keeps for each parameter: step counts and the like, by parameter and slot.
-        Parameters that have taken no step have nothing, if others of the kind have something."""
-        shown = {name: scalars_of(kept.numbers) for name, kept in self._kept.items()}
-        return {name: values for name, values in shown.items() if values or self._is_fresh(name)}
-
-    def _is_fresh(self, name: str) -> bool:
-        leaves = self._leaves(name)
-        return name not in self.stepped and bool(leaves.tensors or leaves.numbers)
-
-    def load(self, values: Mapping[str, Mapping[str, float]], num_steps: int) -> None:
-        """Continue from the result of `values()` after so many steps."""
-
-        def loaded(name: str) -> Kept:
-            leaves = self._leaves(name)
-            if not num_steps or (name in values and not values[name]):
-                return Kept()
-            numbers = values.get(name, {slot: num_steps for slot in leaves.numbers if slot == "step"})
-            return Kept(leaves.tensors, {slot: number_like(v, leaves.numbers.get(slot)) for slot, v in numbers.items()})
-
-        self._begin_with({name: loaded(name) for name, _ in self._leaders()})
-
     def _changed(self, place: str, got: str) -> OutdatedUpdate:
         return OutdatedUpdate(
             "the optimizer's options require another update than the compiled one",
