@@ -36,6 +36,34 @@ class Net(nn.Module):
         return x
 
 
+class Mixing(torch.optim.Optimizer):
+    """Branches on values, and mixes tensors that it makes with those of parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["largest"] = torch.zeros(p.shape[0], dtype=p.dtype)
+                    state["scale"] = torch.eye(p.shape[0], dtype=p.dtype)
+                state["largest"] = torch.maximum(
+                    state["largest"], p.grad.abs().flatten(1).amax(1) if p.dim() > 1 else p.grad.abs()
+                )
+                weight = (
+                    torch.linspace(0.5, 1.0, p.shape[0], dtype=p.dtype) * torch.arange(1, p.shape[0] + 1) / p.shape[0]
+                )
+                update = state["scale"] @ p.grad * weight.reshape(-1, *[1] * (p.dim() - 1))
+                if float(state["largest"].max()) > 0.001:
+                    update = update / (1 + state["largest"].max())
+                p.sub_(update, alpha=group["lr"])
+
+
 class Branching(torch.optim.Optimizer):
     """Branches on values of tensors."""
 
@@ -157,6 +185,7 @@ class Shampoo(torch.optim.Optimizer):
 
 KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "branching": lambda m: Branching(m.parameters()),
+    "mixing": lambda m: Mixing(m.parameters()),
     "Adafactor": lambda m: make("Adafactor", m, 1e-2),
     "LAMB": lambda m: Lamb(m.parameters()),
     "Shampoo": lambda m: Shampoo(m.parameters()),

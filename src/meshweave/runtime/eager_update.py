@@ -3,9 +3,8 @@ the tensors that the user sees, with reduced gradients in `p.grad`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ class EagerUpdate:
                 bound.tensor.grad = grad.clone() if scale is None else (grad * scale).to(grad.dtype)
         if not self._keeps_gradients:
             session.gradient_pieces = None
-        with _whole_sums(bounds):
+        with _on_dtensors(bounds):
             for part in parts_of(self.optimizer):
                 part.step()
         for bound in bounds:
@@ -70,9 +69,16 @@ class EagerUpdate:
         return max((int(kept.get("step", 1)) for kept in self.optimizer.state.values() if kept), default=0)
 
 
-def _whole_sums(bounds: Sequence[Bound]) -> AbstractContextManager[Any]:
+@contextmanager
+def _on_dtensors(bounds: Sequence[Bound]) -> Iterator[None]:
+    """A context in which sums of DTensors are complete, and plain tensors that `step()` makes (torch.eye, a count) are
+    the same on every rank."""
     if all(bound.form != "dtensor" for bound in bounds):
-        return nullcontext()
+        yield
+        return
+    from torch.distributed.tensor.experimental import implicit_replication  # importing DTensor is slow
+
     from meshweave.runtime.dtensor_parameters import WholeSums
 
-    return WholeSums()
+    with WholeSums(), implicit_replication():
+        yield
