@@ -54,7 +54,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "dp=3,tp=2"])
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_networks_train_as_in_eager_pytorch(kind: str, options: dict[str, Any], mesh: str) -> None:

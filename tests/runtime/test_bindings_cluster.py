@@ -80,7 +80,13 @@ def job_script(pipe: Connection, mesh: str) -> dict[str, Any]:
     with torch.no_grad():
         expected = float(mse(twin.eval()(DATA[0]["x"]), DATA[0]))
     assert float(step.evaluate(DATA[0])) == pytest.approx(expected, rel=1e-5)
-    twin.train()
+    with torch.no_grad():
+        assert float(mse(model.eval()(DATA[0]["x"]), DATA[0])) == pytest.approx(expected, rel=1e-5)
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 99))
+    assert [id(p) for p in model.parameters()] == identities  # the shards, also after an error
+    for each in (model, twin):
+        each.train()
     options = StateDictOptions(full_state_dict=True)
     saved = get_model_state_dict(model, options=options)
     assert_tensors({k: v.clone() for k, v in saved.items()}, dict(twin.state_dict()), 1e-4)

@@ -46,3 +46,15 @@ def test_a_cause_that_is_told_later_goes_before_a_broken_collective(links: list[
     links[2].send(message("broken", BROKEN))
     links[1].send(message("failed", cause))
     assert [link.receive() for link in links] == [[["failed", cause]]] * 3
+
+
+def test_a_process_that_ended_before_it_was_known_is_named() -> None:
+    hub = Hub(2)
+    with socket.create_connection(("127.0.0.1", hub.port)) as connection:
+        link = MessageLink(connection)
+        link.send(message("hello", hub.token, 0))
+        assert link.receive() == [["hello", hub.token]]
+        link.send(message("broken", BROKEN))
+        kind, failure = link.receive()[0]  # type: ignore[index]
+    hub.close()
+    assert (kind, failure["what"]) == ("failed", "rank 1 is gone")

@@ -27,7 +27,7 @@ from meshweave.interop.ops import arguments_of, is_mutable, operator_name, retur
 from meshweave.interop.storages import storage_key
 from meshweave.interop.tracing import decomposes_itself
 from meshweave.ir.graph import Spec, specs_of
-from meshweave.ir.traits import IDENTITIES, is_random, reads_data
+from meshweave.ir.traits import IDENTITIES, changes_shape, is_random, reads_data
 
 aten = torch.ops.aten
 
@@ -327,7 +327,7 @@ class UpdateTracer(DispatchMode):
             raise untraceable("control flow, or a number of Python, depends on values of tensors", str(func))
         if name.startswith("_foreach_"):
             raise untraceable("the optimizer calls ops on lists of tensors", str(func))
-        if torch.Tag.inplace_view in func.tags:
+        if changes_shape(func):
             raise untraceable("the optimizer changes the shape of a tensor in place", str(func))
         if is_mutable(func):
             name, index = _written(func)

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from meshweave.compile import compile
 from meshweave.errors import LayoutError
-from meshweave.integrations.whole import whole, whole_parameters
+from meshweave.integrations.whole import whole
 from meshweave.train_step import TrainStep
 
 _NUM_ITEMS = "num_items_in_batch"
@@ -123,11 +123,6 @@ class MeshweaveTrainer(Trainer):
         losses = [self.compute_loss(model, micro, num_items_in_batch=count) for micro in micros]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
         return loss * batch[_NUM_MICROS] if _NUM_MICROS in batch else loss
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's own, of `evaluate` and `predict`, which calls the model."""
-        with whole_parameters(self.model):
-            return super().evaluation_loop(*args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self.step.metrics.get("grad_norm") if self.step is not None else None

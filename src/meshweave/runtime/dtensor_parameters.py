@@ -19,6 +19,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.placements import layout_from_placements
 from meshweave.runtime.dtensor import dtensor_from_piece, dtensor_placements, unheld_dtensor
 from meshweave.runtime.optimizer_state import note_replaced, replace_in_optimizer
+from meshweave.runtime.state import full_values
 
 
 def dtensor_parameter(like: Tensor, piece: Tensor | None, item: Input, layout: Layout, device_type: str) -> Tensor:
@@ -45,16 +46,44 @@ def replace_parameters(
 ) -> None:
     """Replace old parameters by new parameters in every module that has them, so that tied weights stay tied, in the
     groups of the optimizer and in its state. (A plain tensor cannot become a DTensor in place, because DTensor has
-    slots.) `load_state_dict` of these modules still takes full tensors."""
+    slots.) `load_state_dict` of these modules still takes full tensors, and they may be called: their parameters are
+    whole meanwhile, without gradients, as after `fully_shard` under `torch.no_grad`. All ranks call them together."""
     for module in model.modules():
         own = {name: old for name, old in own_parameters(module).items() if old is not None and old in replaced}
         for name, old in own.items():
             setattr(module, name, replaced[old])
         if own:
             module.register_load_state_dict_pre_hook(_cut_full_tensors)
+        if own or (replaced and isinstance(module, _READ_CHILDREN)):
+            module.register_forward_pre_hook(_gather_parameters)
+            module.register_forward_hook(_restore_parameters, always_call=True)
     note_replaced(replaced)
     if optimizer is not None:
         replace_in_optimizer(optimizer, replaced)
+
+
+# Modules of torch whose forward reads the parameters of their children (torch/nn/modules/activation.py, and the fast
+# paths of transformer.py).
+_READ_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_SHARDS = "_meshweave_shards"  # the DTensors of a module whose forward runs, for each time that it was entered
+
+
+def _gather_parameters(module: nn.Module, args: Any) -> None:
+    readers = module.modules() if isinstance(module, _READ_CHILDREN) else (module,)
+    shards: list[tuple[dict[str, Any], dict[str, DTensor]]] = []
+    for own in map(own_parameters, readers):
+        of_module = {name: p for name, p in own.items() if isinstance(p, DTensor)}
+        own.update({name: nn.Parameter(full_values(p), requires_grad=False) for name, p in of_module.items()})
+        shards.append((own, of_module))  # type: ignore[arg-type]
+    module.__dict__.setdefault(_SHARDS, []).append(shards)
+
+
+def _restore_parameters(module: nn.Module, args: Any, outputs: Any) -> None:
+    entered = module.__dict__[_SHARDS]
+    for own, shards in entered.pop():
+        own.update(shards)
+    if not entered:
+        del module.__dict__[_SHARDS]
 
 
 def dtensor_like(value: Tensor, param: Any) -> Tensor:

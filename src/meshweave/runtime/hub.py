@@ -118,6 +118,7 @@ class Hub:
         self._gathers: dict[str, dict[int, Any]] = {}  # values that have come, by name and rank
         self._posted: dict[int, dict[int, str]] = {}
         self._ended: dict[int, int] = {}
+        self._silent = set(range(num_ranks))  # ranks that have not said hello
         self._lost: dict[int, float] = {}  # when the connection of a rank ended
         self._consequence: tuple[float, dict[str, Any]] | None = (
             None  # a rank's broken collective, and when it was told
@@ -158,13 +159,14 @@ class Hub:
                 self._declare_late()
 
     def _declare_late(self) -> None:
-        """Failures that were given time. A collective that broke is no cause if a process or a script has ended."""
+        """Failures that were given time. A collective that broke is no cause if a process or a script has ended, or
+        a process was killed before it said hello."""
         now = time.monotonic()
         for rank, since in list(self._lost.items()):
             if now - since >= GRACE:
                 self._declare(_gone(rank))
         if self._consequence is not None and now - self._consequence[0] >= GRACE:
-            ended = next(iter(self._lost or self._ended), None)
+            ended = next(iter(self._lost or self._ended or self._silent), None)
             self._declare(self._consequence[1] if ended is None else _gone(ended))
 
     def _accept(self) -> None:
@@ -195,6 +197,7 @@ class Hub:
             if token != self.token:
                 raise ValueError("a stranger")
             link.rank = rank
+            self._silent.discard(rank)
             link.send(message("hello", token))
             if self._failure is not None:
                 link.send(message("failed", self._failure))
