@@ -136,7 +136,7 @@ def job(pipe: Connection, mesh: str, path: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow_rows("dp=2")
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
 def test_processes_and_checkpoints(mesh: str, start: Callable[..., Job], tmp_path: Path) -> None:

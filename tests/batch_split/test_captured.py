@@ -245,6 +245,7 @@ def test_a_batch_that_does_not_come_apart_is_left_whole() -> None:
     assert "2 equal chunks on each of 2 devices" in report(step).reason
 
 
+@pytest.mark.slow
 def test_chunks_are_taken_where_they_are_faster_and_both_are_named() -> None:
     model = mixture("mixtral")
     with pytest.raises(MeshweaveError, match="costs"):

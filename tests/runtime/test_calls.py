@@ -139,7 +139,7 @@ def job(pipe: Connection, name: str, debug: str = "") -> dict[str, Any]:
     return {"text": "none"}
 
 
-@pytest.mark.slow_rows("eval, compiled", "parameters", "size", "skip")
+@pytest.mark.slow_rows("compile", "eval", "eval, compiled", "option", "parameters", "save", "size", "skip")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_calls_that_ranks_do_not_share_are_named_on_every_rank(start: Callable[..., Job], name: str) -> None:
