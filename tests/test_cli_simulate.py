@@ -85,7 +85,9 @@ def test_several_meshes_are_compared_and_the_best_is_marked(net: str) -> None:
 
 
 def test_a_difference_names_what_moved(net: str) -> None:
-    found = last_line(run("simulate", net, "--mesh", "fsdp=4", "--mesh", "tp=4", "--passes", "none", "--diff", "--json"))
+    found = last_line(
+        run("simulate", net, "--mesh", "fsdp=4", "--mesh", "tp=4", "--passes", "none", "--diff", "--json")
+    )
     assert {row["op"] for row in found["diff"]} >= {"all_gather", "all_reduce"}
     assert run("simulate", net, "--mesh", "fsdp=4", "--diff").exit_code == 2
 
@@ -113,7 +115,9 @@ def test_a_model_that_does_not_fit_is_simulated_all_the_same(net: str) -> None:
 
 
 def test_explain_why() -> None:
-    found = last_line(run("explain", MODEL, "--mesh", "fsdp=4", "--passes", "none", "--why", "layers.0.mlp.up_proj", "--json"))
+    found = last_line(
+        run("explain", MODEL, "--mesh", "fsdp=4", "--passes", "none", "--why", "layers.0.mlp.up_proj", "--json")
+    )
     rows = found["communications"]
     assert {row["op"] for row in rows} == {"all_gather", "reduce_scatter"}
     for row in rows:
