@@ -133,6 +133,15 @@ class State:
                 hint="load the last checkpoint",
             )
 
+    @property
+    def num_bytes(self) -> list[int]:
+        """Bytes on each device."""
+        total = dict.fromkeys(self.devices, 0)
+        for item, layout in self.items:
+            for device, piece in zip(self.holders(layout), self.pieces[item.kind, item.name], strict=True):
+                total[device] += piece.nbytes
+        return list(total.values())
+
 
 def lasting(roles: Sequence[RankGraph]) -> list[tuple[Input, Layout]]:
     """The parameters, buffers and optimizer state of a program, each once."""
