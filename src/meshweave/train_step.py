@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -118,9 +119,10 @@ class CompiledStep:
         with nullcontext() if training else evaluating(self.model):
             variant, inputs = self.variants.of(batch, part, 1)
             tensors = dict(zip(inputs.names, inputs.tensors, strict=True))
-            loss, outputs = variant.session.evaluate(tensors, variant.outputs)
-            self.evaluated = variant.session.evaluated if part == "loss" else self.evaluated
+            numbers, outputs = variant.session.evaluate(tensors, variant.outputs)
+            self.evaluated = numbers or self.evaluated
             shape = variant.program.contract.outputs
+            loss = numbers["loss"].clone() if numbers else torch.tensor(torch.nan)
             return loss, shape.join(outputs) if shape is not None else None
 
     def _prepared(

@@ -17,7 +17,7 @@ Cast = Callable[..., tuple[Any, ...]]
 
 def _network(kind: str, cast: Cast, *args: Any) -> tuple[Tensor, ...]:
     """`torch.lstm` and its like. A packed sequence, whose sizes are constants, runs as torch's."""
-    if isinstance(args[1], Tensor) and not isinstance(args[2], bool) and not isinstance(args[3], bool):
+    if not isinstance(args[3], bool):  # (data, batch_sizes, state, params, has_biases, ...)
         return KINDS[kind](*args)  # type: ignore[no-any-return]
     x, state, params, has_biases, num_layers, dropout, is_training, is_bidirectional, is_batch_first = args
     hidden, cell = state if kind == "lstm" else (state, state.new_empty((*state.shape[:2], 0)))

@@ -103,7 +103,7 @@ _FROZEN_AND_ACCUMULATED = (
     "accumulate=1, with which a frozen parameter may be changed by forward; or keep the average in buffers; or update "
     "it between steps (torch.optim.swa_utils.AveragedModel)"
 )
-RESERVED = ("loss", "grad_norm")  # names of numbers that every step has
+_RESERVED = ("loss", "grad_norm")  # names of numbers that every step has
 _MOST_TRACES = 8  # constants may be nested: each trace finds another layer of those that are written
 
 
@@ -377,12 +377,12 @@ def _loss_and_metrics(value: Any) -> tuple[Tensor, dict[tuple[str, str], Tensor]
     """The loss, and the further numbers that the loss function returns with it, as results of the step."""
     loss, numbers = split_loss(value)
     for name, number in numbers.items():
-        if name in RESERVED or not isinstance(number, Tensor) or number.numel() != 1 or number.is_complex():
+        if name in _RESERVED or not isinstance(number, Tensor) or number.numel() != 1 or number.is_complex():
             got = f"of shape {tuple(number.shape)}" if isinstance(number, Tensor) else type(number).__name__
             raise CaptureError(
                 "a metric that the loss returns is not a single number of the step",
                 where=f"metric '{name}'",
-                got=f"a name that is taken: {', '.join(RESERVED)}" if name in RESERVED else got,
+                got=f"a name that is taken: {', '.join(_RESERVED)}" if name in _RESERVED else got,
                 expected="(loss, {name: a tensor with one element, ...})",
                 hint="return means over the batch, such as (predicted == labels).float().mean()",
             )

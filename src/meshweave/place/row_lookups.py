@@ -7,7 +7,7 @@ The step computes on the global batch: its rows are those of all ranks. Where ea
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 from meshweave.capture.batch import batch_size
 from meshweave.errors import PlanError
 from meshweave.ir.graph import Spec, StepGraph, argument, op_name, origin_of, spec_of, tensor_inputs
-from meshweave.ops.factors import Rule
+from meshweave.ops.factors import Dims, Rule
 from meshweave.ops.registry import TABLE, results_of, row_for
 
 aten = torch.ops.aten
@@ -95,14 +95,14 @@ def _lookups(
     origins: Mapping[fx.Node, frozenset[str]],
     num_rows: int | None,
 ) -> Iterator[RowLookup]:
+    chosen = [(dim, index) for dim, index in _indexed(node) if origins.get(index)]
+    if not chosen:
+        return
+    table, *others = tensor_inputs(node)
+    added = _row_loops(others, rule.operands[1:], rows)
     is_sum = node.target in _SUMS and (node.target is aten.scatter_add.default or bool(argument(node, 3, False)))
-    for dim, index in _indexed(node):
-        table = tensor_inputs(node)[0]
-        if not origins.get(index):
-            continue
+    for dim, index in chosen:
         is_of_rows = dim in rows.get(table, ()) or (is_sum and spec_of(table).shape[dim] == num_rows)
-        added = {f for n, dims in zip(tensor_inputs(node)[1:], rule.operands[1:], strict=True)
-                 for d in rows.get(n, ()) for f in dims[d]}  # fmt: skip
         merges = is_sum and bool(added) and not any(added.intersection(dim) for dim in rule.results[0])
         if is_of_rows or merges:
             yield RowLookup(node, tuple(sorted(origins[index])), not is_of_rows)
@@ -118,10 +118,14 @@ def _indexed(node: fx.Node) -> list[tuple[int, fx.Node]]:
     return [(0, argument(node, 1))] if node.target is aten.embedding.default else []
 
 
+def _row_loops(operands: Sequence[fx.Node], dims: Sequence[Dims], rows: Mapping[fx.Node, Collection[int]]) -> set[int]:
+    """The loops over rows of these operands."""
+    return {f for operand, its in zip(operands, dims, strict=True) for d in rows.get(operand, ()) for f in its[d]}
+
+
 def _carry_rows(node: fx.Node, rule: Rule, rows: dict[fx.Node, set[int]]) -> None:
     """The dims of the results that have a loop over rows of an operand."""
-    operands = zip(tensor_inputs(node), rule.operands, strict=True)
-    loops = {f for operand, dims in operands for d in rows.get(operand, ()) for f in dims[d]}
+    loops = _row_loops(tensor_inputs(node), rule.operands, rows)
     for value, dims in zip(results_of(node), rule.results, strict=True):
         if value is not None and (own := {d for d, dim in enumerate(dims) if loops.intersection(dim)}):
             rows[value] = own

@@ -120,9 +120,7 @@ class Hub:
         self._ended: dict[int, int] = {}
         self._silent = set(range(num_ranks))  # ranks that have not said hello
         self._lost: dict[int, float] = {}  # when the connection of a rank ended
-        self._consequence: tuple[float, dict[str, Any]] | None = (
-            None  # a rank's broken collective, and when it was told
-        )
+        self._consequence: tuple[float, dict[str, Any]] | None = None  # since when: a collective that broke
         self._is_closed = False
         threading.Thread(target=self._run, name="meshweave-hub", daemon=True).start()
 

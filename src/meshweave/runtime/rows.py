@@ -124,12 +124,11 @@ class RowsCheck:
         if others := [rank for rank, its in entries.items() if its is None or its[:2] != first[:2]]:
             raise self._other_size(name, others, entries)
         num_places = len(set(places.values()))
-        if not (is_own and self.has_rows[name]) or num_places == 1:
-            others = [rank for rank, its in entries.items() if its != first]
-            if others and is_own and not self.has_rows[name]:
-                raise self._no_rows(name, others, first[1])
-            if others:
-                raise self._other_whole(name, others, first[1], num_places)
+        lacks_rows = is_own and not self.has_rows[name]
+        if not is_own or lacks_rows or num_places == 1:
+            if others := [rank for rank, its in entries.items() if its != first]:
+                no_rows, whole = self._no_rows, self._other_whole
+                raise no_rows(name, others, first[1]) if lacks_rows else whole(name, others, first[1], num_places)
             return None
         leaders: dict[Any, int] = {}
         for rank, place in places.items():

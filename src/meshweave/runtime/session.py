@@ -232,7 +232,6 @@ class Session:
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
         self.carries = Carries(self.roles, world)
         self.values: dict[str, Tensor] = {}  # loss, grad_norm and metrics of the last step
-        self.evaluated: dict[str, Tensor] = {}  # loss and metrics of the last evaluation
         self.gradient_pieces: dict[str, list[Tensor]] | None = None  # of the last step, by name
         self._envs: list[Env] = []
 
@@ -362,9 +361,11 @@ class Session:
                 executor.end()
         return losses, metrics, left
 
-    def evaluate(self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Forward only, which changes nothing: the loss (NaN if the program has none) and the full tensors of the
-        model's outputs, whose `specs` are by name. All processes call it."""
+    def evaluate(
+        self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Forward only, which changes nothing: loss and metrics (none if the program computes no loss) and the full
+        tensors of the model's outputs, whose `specs` are by name. All processes call it."""
         self.state.check_usable()
         with self.world.guard():
             try:
@@ -374,10 +375,8 @@ class Session:
                 self.executor.begin(self._envs)
                 self.executor.run(FORWARD)
                 has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
-                loss = scalar(self.ranks, self._envs, "loss") if has_loss else torch.tensor(torch.nan)
-                if has_loss:
-                    self.evaluated = {"loss": loss.clone(), **metrics_of(self.ranks, self._envs)}
-                return loss, self._outputs(specs)
+                loss = {"loss": scalar(self.ranks, self._envs, "loss")} if has_loss else {}
+                return loss | metrics_of(self.ranks, self._envs), self._outputs(specs)
             finally:
                 self._release()
 
