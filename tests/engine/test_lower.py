@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from tests.effort import calls_of
-from tests.engine.schedules import Driver
 from torch import fx
 
 from meshweave.engine.lower import Lowered, lower, lower_roles
-from meshweave.engine.machine import ANY_PART, Done, EventMachine, Release, Run
+from meshweave.engine.schedule import ANY_PART, cycle, run_order
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Origin, Spec, op_name
@@ -376,8 +375,8 @@ def test_roles_that_come_in_another_order_do_not_end() -> None:
     lowered = lower_roles(
         [role(ALL, calls, mesh.devices, meshes, table) for calls, mesh in zip(orders, (ONE, TWO), strict=True)]
     )
-    driver = Driver(lowered.schedule).run((0,))
-    assert [lowered.describe(task) for task in driver.machine.cycle()] == [
+    circle = cycle(lowered.schedule, run_order(lowered.schedule))
+    assert [lowered.describe(task) for task in circle] == [
         "transfer (transfer_1) on device 0 model.py:2 [forward]",
         "transfer over t0 (transfer) model.py:1 [forward]",
         "transfer (transfer_1) on devices 1, 2 model.py:2 [forward]",
@@ -401,13 +400,11 @@ def test_the_work_for_roles_of_1024_devices_grows_with_their_nodes() -> None:
     assert [len(r.graph.nodes) for r in roles] == [2802, 3202, 3202, 2802]
     lowered = lower_roles(roles)
 
-    def run() -> EventMachine:
-        machine, events = EventMachine(lower_roles(roles).schedule), [Release(0)]
-        while events:
-            events += [Done(a.stream, a.stop) for a in machine.handle(events.pop()) if isinstance(a, Run)]  # type: ignore[misc]
-        return machine
+    def run() -> list[int]:
+        schedule = lower_roles(roles).schedule
+        return cycle(schedule, run_order(schedule))
 
-    assert run().unfinished() == []
+    assert run() == []
     assert calls_of(run) < 100 * 12_000
     assert len(lowered.copies) == 4 * 600 + 600
 

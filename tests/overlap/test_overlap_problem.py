@@ -1,4 +1,4 @@
-"""Playing, folding, bounding and scheduling of bare problems, against the event machine and against all orders."""
+"""Playing, folding, bounding and scheduling of bare problems, against a plain clock and against all orders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from tests.event_clock import play_on_machine
+from tests.event_clock import play_by_events
 
 from meshweave.cost.simulate.clock import Times, Work
 from meshweave.optimize.overlap.bounds import bound_of
@@ -57,8 +57,8 @@ def with_waits(problem: Problem, items: Sequence[int]) -> list[int]:
     return [*found, *(~c for c in problem.starts if c not in waited)]
 
 
-def on_machine(problem: Problem, order: Order, slowdown: float) -> Times:
-    """The same order on the event machine: an entry of the order is a task of the compute stream, and a start has the
+def on_plain_clock(problem: Problem, order: Order, slowdown: float) -> Times:
+    """The same order on a plain clock: an entry of the order is a task of the compute stream, and a start has the
     communication behind all entries."""
     work, lines, copies = Work(), [list[int]() for _ in problem.channels], dict[int, int]()
     for x in order:
@@ -72,16 +72,16 @@ def on_machine(problem: Problem, order: Order, slowdown: float) -> Times:
     work.needs = [
         [copies[x] for x in needs] if number < len(order) else needs for number, needs in enumerate(work.needs)
     ]
-    return play_on_machine(work, [range(len(order)), *lines], 1, lambda levels: slowdown if levels else 1.0)
+    return play_by_events(work, [range(len(order)), *lines], 1, lambda levels: slowdown if levels else 1.0)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_order_takes_as_long_as_on_the_event_machine(seed: int) -> None:
+def test_an_order_takes_as_long_as_on_a_plain_clock(seed: int) -> None:
     problem = problem_of(seed)
-    assert seconds_of(problem, problem.order) == pytest.approx(on_machine(problem, problem.order, 1.0).seconds)
+    assert seconds_of(problem, problem.order) == pytest.approx(on_plain_clock(problem, problem.order, 1.0).seconds)
     assert play(problem, problem.order).seconds == pytest.approx(seconds_of(problem, problem.order))
     shared = problem_of(seed, levels=True)
-    expected = on_machine(shared, shared.order, 1.3)
+    expected = on_plain_clock(shared, shared.order, 1.3)
     played = play(shared, shared.order, lambda levels: 1.3 if levels else 1.0)
     assert seconds_of(shared, shared.order, lambda levels: 1.3 if levels else 1.0) == played.seconds
     assert played.seconds == pytest.approx(expected.seconds)

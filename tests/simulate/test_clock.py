@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.event_clock import play_on_machine
+from tests.event_clock import play_by_events
 
 from meshweave.cost.simulate.clock import Slowdown, Times, Usage, Work, makespan, play
 from meshweave.errors import VerifyError
@@ -155,10 +155,10 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 @given(programs(), st.sampled_from([1.0, 1.5]))
-def test_times_are_those_of_the_event_machine(program: Program, slower: float) -> None:
+def test_times_are_those_of_a_plain_clock(program: Program, slower: float) -> None:
     streams, needs, tasks, roles = program
     times, expected = (
-        clock(work_of(tasks, needs), streams, roles, by_levels(slower)) for clock in (play, play_on_machine)
+        clock(work_of(tasks, needs), streams, roles, by_levels(slower)) for clock in (play, play_by_events)
     )
     assert times.starts == pytest.approx(expected.starts, rel=1e-12, abs=1e-12)
     assert times.ends == pytest.approx(expected.ends, rel=1e-12, abs=1e-12)
@@ -213,4 +213,4 @@ def test_one_pass_takes_as_long_where_nothing_slows(
     work = work_of(tasks, needs)
     found = makespan(order, seconds, channel, copies, hosts, 2)
     assert play(work, [list(range(len(order))), *lines], 1, by_levels(1.0)).seconds == found
-    assert play_on_machine(work, [list(range(len(order))), *lines], 1, by_levels(1.0)).seconds == pytest.approx(found)
+    assert play_by_events(work, [list(range(len(order))), *lines], 1, by_levels(1.0)).seconds == pytest.approx(found)

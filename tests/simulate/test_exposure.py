@@ -10,7 +10,7 @@ from meshweave.cost.simulate.exposure import Exposure, exposure_of
 from meshweave.cost.simulate.kernels import Kernel
 from meshweave.cost.simulate.step import times_of
 from meshweave.cost.simulate.tasks import RoleTasks, SimulatedTask, Tasks
-from meshweave.engine.machine import Schedule
+from meshweave.engine.schedule import Schedule
 from meshweave.ir.collectives import WAIT, functional
 from meshweave.ir.graph import Origin, Spec
 from meshweave.ir.mesh import Mesh

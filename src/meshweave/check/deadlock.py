@@ -1,10 +1,10 @@
 """Deadlock freedom: no device waits for ever, in whatever order devices proceed.
 
 Every communication, collective or transfer, is assumed to block its role until all its roles have reached it. No
-runtime is stricter, so a program that ends here ends on every runtime. The engine's machine runs the lowered rank
-graphs, with a driver that answers at once. Tasks that it may run never exclude each other, so a single order of answers
-represents all. Devices of the same role reach all communications in the same order, so a cycle of waiting devices gives
-a cycle of roles. It is therefore enough to consider roles, and the cost does not depend on the number of devices.
+runtime is stricter, so a program that ends here ends on every runtime. Tasks that may run never exclude each other, so
+a single order of the lowered rank graphs represents all. Devices of the same role reach all communications in the same
+order, so a cycle of waiting devices gives a cycle of roles. It is therefore enough to consider roles, and the cost does
+not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from meshweave.engine.lower import Lowered, lower_roles
-from meshweave.engine.machine import Done, Event, EventMachine, Release, Run
 from meshweave.engine.match import devices_text
+from meshweave.engine.schedule import cycle, run_order
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph
@@ -35,12 +35,8 @@ def check_deadlock(roles: Sequence[RankGraph]) -> DeadlockFreedom:
     """Raise VerifyError if devices would wait for ever, with the cycle, a line per hop; else return what was proven.
     Starts that do not match, or that a role never reaches, are an error too."""
     lowered = lower_roles(roles)
-    machine = EventMachine(lowered.schedule)
-    events: list[Event] = [Release(0)]
-    while events:
-        events += [Done(a.stream, a.stop) for a in machine.handle(events.pop()) if isinstance(a, Run)]
-    if machine.unfinished():
-        hops = list(_hops(lowered, machine.cycle()))
+    if circle := cycle(lowered.schedule, run_order(lowered.schedule)):
+        hops = list(_hops(lowered, circle))
         raise VerifyError(
             "devices wait for each other in a circle",
             got="\n    ".join(["", *hops]),

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.engine.machine import ANY_PART, Schedule
 from meshweave.engine.match import Channel, Matches, Start, devices_text, match_transfer, plain_args
+from meshweave.engine.schedule import ANY_PART, Schedule
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of

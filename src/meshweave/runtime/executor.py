@@ -72,8 +72,8 @@ class Executor(Protocol):
     def run(self, part: int, after: After | None = None) -> None:
         """Run a part to its end on all local devices.
 
-        `after(i, task)` is called when the result of a task is available on local device i, on any thread. Raises
-        StepError with the first cause when a task fails."""
+        `after(i, task)` is called when the result of a task is available on local device i. Raises StepError when a
+        task fails."""
         ...
 
 

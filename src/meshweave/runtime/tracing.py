@@ -160,9 +160,8 @@ class _Communication:
 
 @dataclass(slots=True)
 class Recorder:
-    """Receives the events of executors, as a Meter and TaskRecorder. Several threads may report different devices at
-    once. `posted` are the times at which the rounds of a communication started by the current task ended, on the rank
-    of a cluster."""
+    """Receives the events of executors, as a Meter and TaskRecorder. `posted` are the times at which the rounds of a
+    communication started by the current task ended, on the rank of a cluster."""
 
     clock: Clock
     num_local_devices: int

@@ -1,8 +1,7 @@
 """The virtual clock: when each task of a set of streams begins and ends.
 
 Communications that exceed a link's bandwidth together slow each other, and compute slows beside communication. The
-simulator of steps, the scheduler's search and the gate of ring algorithms all use it. `engine.machine` drives the
-runtimes; tests check that both give the same times.
+simulator of steps, the scheduler's search and the gate of ring algorithms all use it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from meshweave.cost.simulate.buckets import OF_BLOCKS, Buckets, Member, check_bu
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, kernels_of
 from meshweave.cost.simulate.low_precision import Narrow
 from meshweave.cost.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, loss_exchange, passes_of
-from meshweave.engine.machine import Schedule
 from meshweave.engine.match import Channel, match_transfer
+from meshweave.engine.schedule import Schedule
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import STARTS, TABLE, TRANSFER, WAIT, transfer
 from meshweave.ir.graph import origin_of

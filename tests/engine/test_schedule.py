@@ -1,0 +1,124 @@
+"""An order in which the tasks of a schedule can run: exact small cases, and what holds of every schedule."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshweave.engine.schedule import Schedule, cycle, run_order
+
+# Two devices and a channel: 1 and 4 start copy 6, which 2 and 5 need.
+#   device 0:  0  1(start)  2(wait)  3
+#   device 1:     4(start)  5(wait)
+COLLECTIVE = Schedule(
+    streams=((0, 1, 2, 3), (4, 5), (6,)),
+    needs=((), (), (6,), (), (), (6,), (1, 4)),
+    parts=(0, 0, 0, 0, 0, 0, -1),
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, is_acyclic: bool = True, num_parts: int = 3) -> Schedule:
+    """Up to 24 tasks in up to 5 streams. Without `is_acyclic` needs may go round, so that not all of it can run.
+
+    An acyclic one is drawn with an order in which it can run: needs and streams follow it, parts go up along it.
+    """
+    num = draw(st.integers(0, 24))
+    order = draw(st.permutations(range(num)))
+    num_streams = draw(st.integers(1, 5))
+    is_channel = [draw(st.booleans()) for _ in range(num_streams)]
+    streams: list[list[int]] = [[] for _ in range(num_streams)]
+    stream_of: dict[int, int] = {}
+    parts = [0] * num
+    steps = sorted(draw(st.lists(st.integers(0, num_parts - 1), min_size=num, max_size=num)))
+    for task, part in zip(order, steps, strict=True):
+        stream_of[task] = draw(st.integers(0, num_streams - 1))
+        streams[stream_of[task]].append(task)
+        parts[task] = -1 if is_channel[stream_of[task]] else part
+    needs: list[tuple[int, ...]] = [()] * num
+    for at, task in enumerate(order):
+        others = order[:at] if is_acyclic else order
+        candidates = [t for t in others if stream_of[t] != stream_of[task]]
+        chosen = draw(st.lists(st.sampled_from(candidates), unique=True, max_size=3)) if candidates else []
+        needs[task] = tuple(chosen)
+    return Schedule(tuple(map(tuple, streams)), tuple(needs), tuple(parts))
+
+
+def predecessors(schedule: Schedule) -> list[set[int]]:
+    """Per task all tasks that come before it, in its stream or by needs, at any distance."""
+    direct = [set(needs) for needs in schedule.needs]
+    for tasks in schedule.streams:
+        for before, after in pairwise(tasks):
+            direct[after].add(before)
+    found: list[set[int]] = []
+    for task in range(schedule.num_tasks):
+        seen, pending = set[int](), list(direct[task])
+        while pending:
+            one = pending.pop()
+            if one not in seen:
+                seen.add(one)
+                pending += direct[one]
+        found.append(seen)
+    return found
+
+
+def test_a_device_runs_until_it_waits() -> None:
+    assert run_order(COLLECTIVE) == [[0, 1, 4, 6, 5, 2, 3]]
+    assert cycle(COLLECTIVE, run_order(COLLECTIVE)) == []
+
+
+def test_parts_run_one_by_one() -> None:
+    schedule = Schedule(((0, 1, 2), (3,)), ((), (), (3,), (0,)), (0, 1, 2, -1))
+    assert run_order(schedule, 3) == [[0, 3], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("streams", "needs", "circle"),
+    [
+        (((0, 1), (2, 3)), ((3,), (), (1,), ()), [0, 3, 2, 1]),  # each waits for what the other starts afterwards
+        (((0,), (1,), (2,)), ((1,), (2,), (0,)), [0, 1, 2]),
+        (((0,), (1,), (2,), (3,)), ((1,), (2,), (3,), (2,)), [2, 3]),  # and not the way to it
+    ],
+)
+def test_tasks_that_wait_for_each_other(
+    streams: tuple[tuple[int, ...], ...], needs: tuple[tuple[int, ...], ...], circle: list[int]
+) -> None:
+    schedule = Schedule(streams, needs, (0,) * len(needs))
+    assert run_order(schedule) == [[]]
+    assert cycle(schedule, [[]]) == circle
+
+
+@pytest.mark.parametrize(
+    ("streams", "needs"), [(((0, 0),), ((),)), (((0,),), ((), ())), (((0, 1),), ((), (0,))), (((0,),), ((0,),))]
+)
+def test_no_schedule(streams: tuple[tuple[int, ...], ...], needs: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(AssertionError):
+        Schedule(streams, needs, (0,) * len(needs))
+
+
+@given(schedules())
+def test_every_task_runs_once_in_its_part_after_its_needs(schedule: Schedule) -> None:
+    order = run_order(schedule, 3)
+    position = {task: i for i, task in enumerate(task for tasks in order for task in tasks)}
+    assert sorted(position) == list(range(schedule.num_tasks))
+    for task, before in enumerate(predecessors(schedule)):
+        assert all(position[one] < position[task] for one in before)
+    for part, tasks in enumerate(order):
+        assert {t for t in tasks if schedule.parts[t] >= 0} == {t for t, p in enumerate(schedule.parts) if p == part}
+
+
+@given(schedules(is_acyclic=False, num_parts=1))
+def test_what_cannot_end_is_a_true_circle(schedule: Schedule) -> None:
+    order, before = run_order(schedule), predecessors(schedule)
+    stuck = {task for task in range(schedule.num_tasks) if any(one in before[one] for one in {task, *before[task]})}
+    assert sorted(order[0]) == sorted({*range(schedule.num_tasks)} - stuck)
+    circle = cycle(schedule, order)
+    assert bool(circle) == bool(stuck)
+    for task, following in zip(circle, [*circle[1:], *circle[:1]], strict=True):
+        stream, place = schedule.stream_of, schedule.index_of
+        is_behind = stream[task] == stream[following] and place[following] < place[task]
+        assert following in schedule.needs[task] or is_behind
+    assert len(set(circle)) == len(circle)
