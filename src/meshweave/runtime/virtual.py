@@ -32,7 +32,7 @@ from meshweave.runtime.local import piece_of, receive
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _DeviceCopy:
     """A communication: the tasks that post its operands and those that wait for its results, each with the index of
     its local device."""
 
@@ -70,7 +70,7 @@ class LocalExecutor:
         self._envs: list[Env] = []
         self._recorder: TaskRecorder | None = None
 
-    def _step(self, number: int, tasks: Sequence[Sequence[Task]]) -> tuple[int, Task] | _Copy:
+    def _step(self, number: int, tasks: Sequence[Sequence[Task]]) -> tuple[int, Task] | _DeviceCopy:
         """What a task of the schedule does: a task of a local device, or a copy."""
         schedule, first_copy = self.lowered.schedule, self.lowered.first_copy
 
@@ -81,7 +81,7 @@ class LocalExecutor:
         if number < first_copy:
             return placed(number)
         planned = self.lowered.copies[number - first_copy]
-        return _Copy(planned, tuple(map(placed, planned.sources)), tuple(map(placed, planned.targets)))
+        return _DeviceCopy(planned, tuple(map(placed, planned.sources)), tuple(map(placed, planned.targets)))
 
     def record(self, recorder: TaskRecorder | None) -> None:
         self._recorder = recorder
@@ -98,7 +98,7 @@ class LocalExecutor:
     @torch.no_grad()
     def run(self, part: int, after: After | None = None) -> None:
         for step in self._order[part]:
-            if isinstance(step, _Copy):
+            if isinstance(step, _DeviceCopy):
                 self._copy(step)
             else:
                 self._compute(*step, after)
@@ -116,7 +116,7 @@ class LocalExecutor:
             report_value(self.meter, task, env, i)
         finish(task, env, i, self.meter, after, self.ranks[i])
 
-    def _copy(self, copy: _Copy) -> None:
+    def _copy(self, copy: _DeviceCopy) -> None:
         planned, starts, waits = copy.planned, copy.starts, copy.waits
         operands = [self._envs[i][task.out] for i, task in starts]
         i, task = (starts or waits)[0]
