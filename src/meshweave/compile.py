@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Never
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.errors import CaptureError, PlanError
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import Pipeline, Recompute, pass_list, pipeline_of
-from meshweave.passes.former import refuse_former
 from meshweave.passes.options import PassesArgument
 from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
@@ -218,7 +217,6 @@ def compile(
     weights: str | None = None,
     device: torch.device | str | None = None,
     run: RunOptions | None = None,
-    **former: Never,
 ) -> TrainStep:
     """Compile a training step of `model` on `mesh`.
 
@@ -264,7 +262,6 @@ def compile(
     example; a rank that differs or fails is an error on every rank.
     Raises MeshError, PlanError, CaptureError or RuleError, each with the offending line or name.
     """
-    refuse_former("compile", former, passes)
     if run is not None and not isinstance(run, RunOptions):
         raise PlanError("not options of a run", where="run=", got=repr(run), expected="mw.RunOptions(...)")
     options = CompileOptions(

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Never
+from typing import Any, Unpack
 
 from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.interop.gloo import let_gathers_overlap
-from meshweave.passes.former import refuse_former
-from meshweave.passes.options import PassesArgument
-from meshweave.torch_compile.agreement import TIMEOUT_SECONDS
-from meshweave.torch_compile.scheduling import BackendSettings, Cost, settings
+from meshweave.torch_compile.scheduling import BackendOptions, BackendSettings, settings
 
 # In the form of aot_autograd: from a graph and its (fake) inputs to a callable.
 GraphCompiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -87,24 +83,13 @@ class Backend:
         return compiler(gm, inputs)
 
 
-def backend(
-    *,
-    cost: Cost | str | Path | None = None,
-    memory_cap_bytes: int | None = None,
-    groups: Mapping[str, Sequence[int]] | None = None,
-    inner: str | GraphCompiler = "inductor",
-    report: Callable[[Any], object] | None = None,
-    ranks: Sequence[int] | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    passes: PassesArgument = None,
-    **former: Never,
-) -> Backend:
+def backend(*, inner: str | GraphCompiler = "inductor", **options: Unpack[BackendOptions]) -> Backend:
     """A backend for `torch.compile(model, backend=mw.backend())` that overlaps communication with compute.
 
-    `cost`, `memory_cap_bytes` and `groups` are those of `mw.overlap`; `cost` may also be the name or file of
-    a machine profile, by default it depends on the graph's device type. `inner` compiles the ordered graph: "inductor",
-    "aot_eager" (which runs it op by op) or a callable in the form of aot_autograd. `report` is called with the reports
-    of the passes on every graph that communicates: OverlapReport, DecomposeReport, SplitReport.
+    `inner` compiles the ordered graph: "inductor", "aot_eager" (which runs it op by op) or a callable in the form of
+    aot_autograd. Options: `cost`, `memory_cap_bytes` and `groups` are those of `mw.overlap`; `cost` may also be the
+    name or file of a machine profile, by default it depends on the graph's device type. `report` is called with the
+    reports of the passes on every graph that communicates: OverlapReport, DecomposeReport, SplitReport.
 
     `passes`: the passes over a graph, as in `compile`: "exact" (the default: overlap), "default" (overlap, split,
     decompose) or "overlap,split=2", and passes of your own whose `scope` is "graph" or "joint graph". After each pass
@@ -125,37 +110,18 @@ def backend(
         raise MeshweaveError(
             "unknown inner compiler", got=repr(inner), expected=f"one of {', '.join(_INNER)}, or a callable"
         )
-    refuse_former("backend", former, passes)
-    chosen = settings(
-        cost=cost,
-        memory_cap_bytes=memory_cap_bytes,
-        passes=passes,
-        groups=groups,
-        report=report,
-        ranks=ranks,
-        timeout_seconds=timeout_seconds,
-    )
-    return Backend(chosen, inner)
+    return Backend(settings(**options), inner)
 
 
-def by_name(gm: fx.GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
+def by_name(gm: fx.GraphModule, inputs: Sequence[Any], **inductor: Any) -> Any:
     """`torch.compile(model, backend="meshweave")`, for code that takes a backend's name: `backend()` with defaults. An
     entry point of the package, available once it is installed."""
-    return backend()(gm, inputs, **settings)
+    return backend()(gm, inputs, **inductor)
 
 
-def inductor_pass(
-    *,
-    cost: Cost | str | Path | None = None,
-    memory_cap_bytes: int | None = None,
-    groups: Mapping[str, Sequence[int]] | None = None,
-    report: Callable[[Any], object] | None = None,
-    ranks: Sequence[int] | None = None,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-    passes: PassesArgument = None,
-    **former: Never,
-) -> AbstractContextManager[None]:
-    """The pass of `backend` in Inductor, for everything that is compiled in this thread while the context lasts.
+def inductor_pass(**options: Unpack[BackendOptions]) -> AbstractContextManager[None]:
+    """The pass of `backend`, with its options, in Inductor, for everything that is compiled in this thread while the
+    context lasts.
 
         with mw.inductor_pass():
             loss = compiled(batch)  # the first call compiles, the backward graph too
@@ -165,14 +131,4 @@ def inductor_pass(
     """
     from meshweave.torch_compile.inductor import installed
 
-    refuse_former("inductor_pass", former, passes)
-    chosen = settings(
-        cost=cost,
-        memory_cap_bytes=memory_cap_bytes,
-        passes=passes,
-        groups=groups,
-        report=report,
-        ranks=ranks,
-        timeout_seconds=timeout_seconds,
-    )
-    return installed(chosen)
+    return installed(settings(**options))

@@ -7,16 +7,16 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import fx
 
-import meshweave.errors
 from meshweave.cost.hardware.load import load_profile
 from meshweave.cost.hardware.profile import MachineProfile
+from meshweave.disk_cache import package_digest
 from meshweave.errors import MeshweaveError
 from meshweave.interop.fake import unset_fake_temporarily
 from meshweave.interop.graphs import lazy_module_like
@@ -169,7 +169,7 @@ class BackendSettings:
         if any(isinstance(graph_pass, Overlap) and graph_pass.releasable for graph_pass in self.passes):
             return None
         parts = [
-            _sources(),
+            package_digest(),  # another version may order differently
             torch.__version__,
             "" if self.cost is None else _figures(self.cost),
             repr((self.memory_cap_bytes, self.passes, self.groups, self.ranks)),
@@ -178,18 +178,23 @@ class BackendSettings:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def settings(
-    *,
-    cost: Cost | str | Path | None,
-    memory_cap_bytes: int | None,
-    passes: PassesArgument,
-    groups: Mapping[str, Sequence[int]] | None,
-    report: Callable[[Any], object] | None,
-    ranks: Sequence[int] | None,
-    timeout_seconds: float,
-) -> BackendSettings:
-    """The settings for a user's arguments. Raises MeshweaveError for an unknown profile, an invalid cost, and the
+class BackendOptions(TypedDict, total=False):
+    """The options of `backend` and `inductor_pass`."""
+
+    cost: Cost | str | Path | None
+    memory_cap_bytes: int | None
+    passes: PassesArgument
+    groups: Mapping[str, Sequence[int]] | None
+    report: Callable[[Any], object] | None
+    ranks: Sequence[int] | None
+    timeout_seconds: float
+
+
+def settings(**options: Unpack[BackendOptions]) -> BackendSettings:
+    """The settings for a user's options. Raises MeshweaveError for an unknown profile, an invalid cost, and the
     errors of `graph_passes`."""
+    given: dict[str, Any] = dict(options)
+    cost, groups, ranks = (given.get(name) for name in ("cost", "groups", "ranks"))
     known = load_profile(cost) if isinstance(cost, (str, Path)) else cost
     if not (known is None or isinstance(known, MachineProfile) or callable(known)):
         raise MeshweaveError(
@@ -198,15 +203,12 @@ def settings(
             expected="a machine profile, the name or file of one, or a callable that gives a node's seconds",
             hint="`meshweave calibrate -o machine.toml` measures this machine",
         )
-    return BackendSettings(
-        cost=known,
-        memory_cap_bytes=memory_cap_bytes,
-        passes=graph_passes(passes),
-        groups=None if groups is None else tuple((name, tuple(group)) for name, group in sorted(groups.items())),
-        report=report,
-        ranks=None if ranks is None else tuple(sorted(set(ranks))),
-        timeout_seconds=timeout_seconds,
-    )
+    given["cost"], given["passes"] = known, graph_passes(options.get("passes"))
+    if groups is not None:
+        given["groups"] = tuple((name, tuple(group)) for name, group in sorted(groups.items()))
+    if ranks is not None:
+        given["ranks"] = tuple(sorted(set(ranks)))
+    return BackendSettings(**given)
 
 
 def graph_passes(passes: PassesArgument) -> tuple[Pass[Any], ...]:
@@ -244,16 +246,6 @@ def _usual(graph: fx.Graph) -> tuple[MachineProfile, str]:
         )
     name = _USUAL[kind]
     return load_profile(name), f"no cost was passed: priced as {name}; `meshweave calibrate` measures this machine"
-
-
-@cache
-def _sources() -> str:
-    """A hash of meshweave's code: another version may order differently."""
-    package = Path(meshweave.errors.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _figures(profile: MachineProfile) -> str:
