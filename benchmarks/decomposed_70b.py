@@ -31,7 +31,7 @@ from meshweave.ir.device_program import rewrite_role
 from meshweave.ir.rank import RankGraph
 from meshweave.optimize.batch_split import split_program
 from meshweave.optimize.decompose import DecomposeOptions, DecomposeReport, decompose
-from meshweave.optimize.overlap.steps import Scheduling, overlap_roles
+from meshweave.optimize.overlap.steps import overlap_roles
 from meshweave.place.plans import Plan
 from meshweave.program import Program
 
@@ -98,7 +98,7 @@ def rows_of(layers: int, batch: int, machine: MachineProfile) -> Iterator[Row]:
         return Row(layers, batch, name, found.seconds, only.exposed_seconds, only.peak_bytes, taken, took)
 
     def ordered(one: RankGraph) -> RankGraph:
-        (made,) = overlap_roles([one], machine, Scheduling()).roles
+        (made,) = overlap_roles([one], machine).roles
         return made
 
     def of(report: DecomposeReport) -> str:

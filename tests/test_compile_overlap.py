@@ -18,7 +18,7 @@ import meshweave as mw
 from meshweave.cli import app
 from meshweave.cli.job import parse_bytes
 from meshweave.errors import MeshweaveError
-from meshweave.passes import Carry, Overlap
+from meshweave.passes import Overlap
 
 TINY = "hf:llama?hidden_size=16&num_hidden_layers=2&num_attention_heads=2&intermediate_size=32&vocab_size=64"
 
@@ -35,7 +35,7 @@ def tensors(step: mw.TrainStep) -> dict[str, torch.Tensor]:
 
 
 LLAMA = partial(hugging_face, "llama", batch=4, heads=4)
-ONCE = {"passes": "carry=1,overlap"}  # instead of several numbers of blocks
+ONCE = {"passes": "overlap"}
 CASES: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
     "dp": (mlp, "dp=2", {}),
     "fsdp, clipped, on a CPU cluster": (
@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
         "fsdp=2,tp=2",
         {"precision": mw.Precision(autocast=torch.bfloat16, reduce_after_cast=True), **ONCE},
     ),
-    "pp x fsdp": (partial(mlp, batch=8), "pp=2,fsdp=2", {"passes": "carry=0,overlap"}),
+    "pp x fsdp": (partial(mlp, batch=8), "pp=2,fsdp=2", {"passes": "overlap"}),
     "microbatches": (partial(mlp, batch=8), "fsdp=2", {"accumulate": 2, **ONCE}),
     "buffers": (partial(cnn, batch=4), "dp=2", ONCE),
 }
@@ -71,7 +71,7 @@ SLOW: dict[str, tuple[Callable[[], Made], str, dict[str, Any]]] = {
         {"precision": mw.Precision(autocast=torch.bfloat16, reduce_after_cast=True), **ONCE},
     ),
     "pp x fsdp of llama": (LLAMA, "pp=2,fsdp=2", {}),
-    "recompute, prefetch": (LLAMA, "fsdp=2", {"passes": "recompute=full,prefetch=1,carry,overlap"}),
+    "recompute, prefetch": (LLAMA, "fsdp=2", {"passes": "recompute=full,prefetch=1,overlap"}),
     "fsdp of llama, on a CPU cluster": (LLAMA, "fsdp=4", {"profile": "cpu-gloo"}),
 }
 ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
@@ -84,8 +84,8 @@ ALL = [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 def test_values_are_the_same_to_the_bit(case: str) -> None:
     build, mesh, options = {**CASES, **SLOW}[case]
     made = build()
-    asked = options.get("passes", "carry,overlap")
-    others = ",".join(text for text in asked.split(",") if not text.startswith(("carry", "overlap")))
+    asked = options.get("passes", "overlap")
+    others = ",".join(text for text in asked.split(",") if text != "overlap")
     plain, ordered = (compiled(made, mesh, **{**options, "passes": passes}) for passes in (others, asked))
     assert plain.program.overlap == ()
     assert plain.program.roles == plain.program.expanded
@@ -127,7 +127,7 @@ def test_a_measured_step_shows_every_communication() -> None:
 
 def test_memory_cap() -> None:
     made = mlp(batch=8)
-    simple = [Carry(0), Overlap(bucket=False)]
+    simple = [Overlap(bucket=False)]
     free = compiled(made, "fsdp=2", passes=simple).program.overlap[0]
     capped = compiled(made, "fsdp=2", passes=simple, memory_cap_bytes=free.peak_before).program.overlap[0]
     assert capped.cap_bytes == free.peak_before
@@ -181,12 +181,12 @@ def answer(*arguments: str) -> dict[str, Any]:
 
 def test_simulate_shows_before_and_after(net: str) -> None:
     plain = answer("simulate", net, "--mesh", "fsdp=8", "--passes", "none")
-    found = answer("simulate", net, "--mesh", "fsdp=8", "--passes", "carry,overlap")
+    found = answer("simulate", net, "--mesh", "fsdp=8", "--passes", "overlap")
     (gain,) = found["overlap"]
     assert gain["seconds_before"] == plain["seconds"]
     assert gain["seconds"] == found["seconds"] < plain["seconds"]
     assert gain["roles"][0]["num_merged"] > 2
-    shown = CliRunner().invoke(app, ["simulate", net, "--mesh", "fsdp=8", "--passes", "carry,overlap"]).output
+    shown = CliRunner().invoke(app, ["simulate", net, "--mesh", "fsdp=8", "--passes", "overlap"]).output
     assert "overlap: step" in shown
     assert "merged into" in shown
 
@@ -194,7 +194,7 @@ def test_simulate_shows_before_and_after(net: str) -> None:
 @pytest.mark.slow
 def test_explain_finds_the_parts_of_what_was_merged(net: str) -> None:
     """On 8 devices a layer weighs 16 KiB, next to nothing beside a latency: whatever the order, some is merged."""
-    explain = ("explain", net, "--mesh", "fsdp=8", "--passes", "carry,overlap")
+    explain = ("explain", net, "--mesh", "fsdp=8", "--passes", "overlap")
     merged = [row["merged"] for row in answer(*explain)["communications"] if "merged" in row]
     assert merged
     named = answer(*explain, "--why", merged[0][-1])["communications"]
@@ -206,12 +206,11 @@ def test_run_and_check(net: str) -> None:
     run = ("run", net, "--mesh", "fsdp=2", "--steps", "2")
     costs = ("--profile", "h100")
     assert (
-        answer(*run, *costs)["losses"]
-        == answer(*run, *costs, "--passes", "carry,overlap", "--memory-cap", "40GB")["losses"]
+        answer(*run, *costs)["losses"] == answer(*run, *costs, "--passes", "overlap", "--memory-cap", "40GB")["losses"]
     )
-    found = answer("check", net, "--mesh", "fsdp=2", "--passes", "carry,overlap", "--profile", "h100", "--steps", "1")
+    found = answer("check", net, "--mesh", "fsdp=2", "--passes", "overlap", "--profile", "h100", "--steps", "1")
     assert found["ok"]
-    assert CliRunner().invoke(app, [*run, "--passes", "carry,overlap"]).exit_code == 2  # no costs of compute
+    assert CliRunner().invoke(app, [*run, "--passes", "overlap"]).exit_code == 2  # no costs of compute
 
 
 def test_sizes() -> None:

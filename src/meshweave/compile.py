@@ -235,7 +235,7 @@ def compile(
         file. Without it (or with "auto") a job of several processes uses the known profile of its GPUs, else measures
         machine and links once (about 10 s) and caches the figures on disk (docs/calibrate.md). "alpha-beta" opts out,
         and virtual devices, which have no links, use it. `program.costs_from` reports the choice.
-    passes: the passes over the step, as a list of `meshweave.passes` or as text: "exact" (keep, carry, overlap: values
+    passes: the passes over the step, as a list of `meshweave.passes` or as text: "exact" (keep, overlap: values
         stay the same to the bit), "default" (keep, split, decompose, overlap: sums may round differently), "none",
         "default,split=4,recompute=full" (docs/passes.md). Without it, or with recompute alone, a job of several
         processes whose costs are a machine profile uses "default" and keeps the variant that simulates fastest (split

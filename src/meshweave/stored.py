@@ -246,8 +246,6 @@ def load(data: bytes, inputs: PlanInputs) -> Planned:
     verify_placed(planned.placed)
     optimized = planned.optimized
     for role in {id(role): role for role in (*optimized.expanded, *optimized.unscheduled, *optimized.roles)}.values():
-        if role.prologue is not None:
-            verify_rank(role.prologue)
         verify_rank(role)
     places = dict(zip(planned.captured.graph.nodes, homes, strict=True))
     return replace(planned, placement=replace(planned.placement, homes=places))

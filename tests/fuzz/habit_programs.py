@@ -9,7 +9,7 @@ from tests.fuzz.habits import Drop, block
 from torch import nn
 from torch.nn import functional as F
 
-from meshweave.passes import Carry, Decompose, Overlap, Prefetch, Recompute, Split
+from meshweave.passes import Decompose, Overlap, Prefetch, Recompute, Split
 
 VOCAB = 13
 
@@ -127,7 +127,7 @@ class Program:
         if chance.random() < 0.35:
             self.passes.append(Prefetch(chance.choice([1, 2])))
         if chance.random() < 0.25:
-            self.passes += [Carry(), Overlap()]
+            self.passes += [Overlap()]
             o["profile"] = "h100"
         if chance.random() < 0.3:
             self.passes.append(Decompose(when="always"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import meshweave as mw
-from meshweave.passes import Carry, Decompose, Overlap, Prefetch, Recompute, Split
+from meshweave.passes import Decompose, Overlap, Prefetch, Recompute, Split
 
 VOCABULARY, CLASSES = 11, 5
 
@@ -157,7 +157,7 @@ def _settings(chance: Random, mesh: mw.Mesh, model: Net, has_operators: bool) ->
     if chance.random() < 0.4:
         found.passes.append(Prefetch(chance.choice([1, 2])))
     if chance.random() < 0.2:
-        found.passes += [Carry(chance.choice(["auto", 1, 0])), Overlap()]
+        found.passes += [Overlap()]
     if chance.random() < 0.4:
         found.passes.append(chance.choice([Decompose(), Decompose(when="always"), Decompose(when="always")]))
     if chance.random() < 0.35:

@@ -104,7 +104,7 @@ FOUND: dict[str, Program] = {
         _depthwise,
         _IMAGE,
         "tp=2",
-        {"passes": "carry,overlap", "profile": "h100"},
+        {"passes": "overlap", "profile": "h100"},
     ),
     "channels in groups, taken apart": (_depthwise, _IMAGE, "fsdp=2,tp=3", {"passes": [APART, SPLIT]}),
     "a shared weight fetched ahead by stages": (Tied, _SEQUENCE, "pp=2,fsdp=2", {"passes": [Prefetch(1), APART]}),

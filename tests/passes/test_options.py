@@ -16,7 +16,6 @@ from meshweave.ir.collectives import COLLECTIVES, WAIT
 from meshweave.ir.rank import copied
 from meshweave.passes import (
     PASSES,
-    Carry,
     Decompose,
     Keep,
     MeshProgram,
@@ -36,12 +35,12 @@ from meshweave.passes.base import STAGES
     [
         (None, ()),
         ("none", ()),
-        ("exact", (Keep(), Carry(), Overlap())),
+        ("exact", (Keep(), Overlap())),
         ("default", (Keep(), Split(), Decompose(), Overlap())),
         ("default,split=4", (Keep(), Split((4,)), Decompose(), Overlap())),
         ("overlap,split", (Split(), Overlap())),
         ("overlap, split=4 ,recompute=selective", (Recompute("selective"), Split((4,)), Overlap())),
-        ("prefetch=2,carry=1,decompose", (Prefetch(2), Decompose(), Carry(1))),
+        ("prefetch=2,decompose", (Prefetch(2), Decompose())),
         ([Overlap(bucket=False), Recompute()], (Overlap(bucket=False), Recompute())),
     ],
 )
@@ -50,9 +49,8 @@ def test_text_and_lists(text: Any, expected: tuple[Pass[Any], ...]) -> None:
 
 
 def test_a_memory_cap_implies_overlap() -> None:
-    assert pipeline_of(memory_cap_bytes=1 << 30).passes == pipeline_of("carry,overlap").passes
+    assert pipeline_of(memory_cap_bytes=1 << 30).passes == pipeline_of("overlap").passes
     assert pipeline_of("overlap", memory_cap_bytes=1 << 30).passes == (Overlap(),)
-    assert pipeline_of("carry=2", memory_cap_bytes=1 << 30).passes == (Carry(2), Overlap())
 
 
 def test_every_pass_says_what_it_is() -> None:
@@ -74,7 +72,6 @@ def test_every_pass_says_what_it_is() -> None:
         ({"passes": [Split(), Split((4,))]}, "asked for twice"),
         ({"passes": "split=1"}, "two or more chunks"),
         ({"passes": "recompute=most"}, "not a recomputation policy"),
-        ({"passes": "carry=all"}, "not a number of blocks"),
         ({"passes": "overlap=2"}, "takes no value"),
         ({"passes": [Overlap]}, "not a list of passes"),
         ({"passes": 3}, "not a list of passes"),

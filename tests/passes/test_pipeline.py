@@ -17,7 +17,7 @@ from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.collectives import COLLECTIVES, permute
 from meshweave.ir.graph import graph_text
 from meshweave.ir.rank import copied
-from meshweave.passes import PASSES, Carry, Decompose, Overlap, Split
+from meshweave.passes import PASSES, Decompose, Overlap, Split
 from meshweave.passes.base import MeshProgram
 from meshweave.train_step import TrainStep
 
@@ -69,7 +69,7 @@ def plain() -> list[float]:
     [
         pytest.param({"passes": [SPLIT]}, marks=pytest.mark.slow),
         pytest.param({"passes": [ALWAYS]}, marks=pytest.mark.slow),
-        {"passes": [SPLIT, ALWAYS, Carry(1), Overlap()], "profile": "h100"},
+        {"passes": [SPLIT, ALWAYS, Overlap()], "profile": "h100"},
         {"passes": [SPLIT], "accumulate": 2},
     ],
     ids=["split", "rings", "all", "accumulated"],
@@ -91,7 +91,7 @@ def test_training_is_the_same(how: dict[str, Any], plain: list[float]) -> None:
 @pytest.mark.slow
 def test_what_does_not_gain_is_left() -> None:
     """Of all ways to write the program the fastest simulated one is taken; the report says what the others take."""
-    step = compiled(1, passes="split,decompose,carry=0,overlap", profile="h100")
+    step = compiled(1, passes="split,decompose,overlap", profile="h100")
     program = step.program.optimized
     names = [v.name for v in program.variants]
     assert names[0] == "as it is"

@@ -17,7 +17,7 @@ from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.ir.rank import RankGraph
-from meshweave.passes import Carry, Decompose, Keep, Overlap, Split, pipeline_of
+from meshweave.passes import Decompose, Keep, Overlap, Split, pipeline_of
 from meshweave.place.plan_text import plan_of
 from meshweave.program import Program
 from meshweave.search import Gathered, alone
@@ -57,7 +57,7 @@ def sequences() -> tuple[Any, Any, Any]:
     return plain(Shape(tokens=8))
 
 
-CHUNKED = [Keep(), Split((2,)), Decompose("always"), Carry(), Overlap()]
+CHUNKED = [Keep(), Split((2,)), Decompose("always"), Overlap()]
 STARTS = {
     "mlp dp": Start(mlp, "dp=2"),
     "llama fsdp+tp": Start(

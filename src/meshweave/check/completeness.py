@@ -23,7 +23,6 @@ from meshweave.ir.graph import StepGraph, op_name, origin_of, output_node, spec_
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.sparse import sparse_scatter
 from meshweave.optimize.overlap.unmerge import unmerge_buckets
-from meshweave.optimize.prefetch.carry import remove_carries
 from meshweave.replay.communication import EXCHANGES, SPARSE, apart, check_messages, group_ids, groups_among, together
 from meshweave.replay.holdings import Holding, pending_of
 
@@ -48,13 +47,10 @@ def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completenes
     """Raise VerifyError for the first value that is not what its consumer needs; else return what was proven.
 
     `roles` are the rank graphs of `placed`. Only the first, because values that depend on a wrong value cannot be
-    identified. Merged collectives are undone first, which proves the merge. Values that a role carries over are proven
-    to be computed as in this step (`gathers.carry.uncarried`), and replayed as a part of this step.
+    identified. Merged collectives are undone first, which proves the merge.
     """
     known = Known(placed)
-    for rank in roles:
-        _check_carries(known, rank)
-    replays = [RoleReplay(remove_carries(unmerge_buckets(rank)), known) for rank in roles]
+    replays = [RoleReplay(unmerge_buckets(rank), known) for rank in roles]
     _check_devices(known, replays)
     for role in replays:
         _check_inputs(known, role)
@@ -308,22 +304,6 @@ def _check_inputs(known: Known, role: RoleReplay) -> None:
                 where=str(role),
                 got=f"{layout} on {layout.mesh}",
                 expected="no such input" if source is None else str(source.meta["layout"]),
-            )
-
-
-def _check_carries(known: Known, role: RankGraph) -> None:
-    """Check that carried values have the layout of the placed graph."""
-    if role.prologue is None:
-        return
-    values = role.prologue.results
-    for item, layout in zip(role.inputs, role.layouts, strict=True):
-        node = values.get((item.kind, item.name))
-        mark = None if node is None else known.meaning(node)
-        if mark is not None and (mark.meta["layout"], spec_of(mark)) != (layout, item.spec):
-            raise VerifyError(
-                f"input {item.kind} {item.name} differs from the placed graph's value",
-                got=f"{item.spec} {layout}",
-                expected=f"{spec_of(mark)} {mark.meta['layout']}",
             )
 
 

@@ -10,7 +10,6 @@ from meshweave.errors import VerifyError
 from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph
 from meshweave.optimize.overlap.unmerge import unmerge_buckets
-from meshweave.optimize.prefetch.carry import remove_carries
 
 Forms = dict[Any, int]  # op, group and arguments -> number of the resulting value
 
@@ -19,10 +18,10 @@ def check_same(before: RankGraph, after: RankGraph) -> int:
     """The number of values that both compute; raises VerifyError for the first output that is computed differently.
 
     The results of ops in rank graphs depend only on their arguments, so that equal ops on equal values give equal
-    values. Merged and carried values are undone first.
+    values. Merged collectives are undone first.
     """
     forms: Forms = {}
-    first, other = _outputs(before, forms), _outputs(remove_carries(unmerge_buckets(after)), forms)
+    first, other = _outputs(before, forms), _outputs(unmerge_buckets(after), forms)
     for key in dict.fromkeys((*first, *other)):
         if key not in first or key not in other or first[key][0] != other[key][0]:
             node = (other.get(key) or first[key])[1]

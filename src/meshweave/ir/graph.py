@@ -90,8 +90,7 @@ def block_name(origin: Origin) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A placeholder of a step graph: `kind` is param, buffer, state, batch, scalar or constant; in rank graphs also
-    carry (`gathers.carry`)."""
+    """A placeholder of a step graph: `kind` is param, buffer, state, batch, scalar or constant."""
 
     kind: str
     name: str

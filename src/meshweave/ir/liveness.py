@@ -16,7 +16,7 @@ from meshweave.ir.values import Value, local_values
 # bytes.
 LiveRange = tuple[int, int, int]
 
-_REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of the same name replaces
+_REPLACED = ("param", "state", "acc")  # kinds of inputs that an output of the same name replaces
 
 
 def live_bytes(ranges: Iterable[LiveRange], num_moments: int) -> list[int]:

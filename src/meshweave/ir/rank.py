@@ -145,8 +145,7 @@ class RankGraph(NamedGraph):
     Placeholder i takes the piece of `inputs[i]` in `layouts[i]`; output i is (kind, name) `outputs[i]` in
     `output_layouts[i]`: those of the program. Nodes are in the order of phases. `mesh` is the program's, `devices` are
     the role's (by default all), `meshes` all meshes of the program, `mesh` first; all roles of a program number meshes
-    and transfers equally. An input of kind carry is the previous step's output of that name: a value that depends on a
-    single parameter. `prologue` computes all of them from the parameters, for the first step.
+    and transfers equally.
     """
 
     graph: fx.Graph
@@ -159,7 +158,6 @@ class RankGraph(NamedGraph):
     devices: tuple[int, ...] = ()
     meshes: tuple[Mesh, ...] = ()
     transfers: dict[str, Transfer] = field(default_factory=dict)
-    prologue: RankGraph | None = None
 
     def __post_init__(self) -> None:
         self.devices = self.devices or self.mesh.devices

@@ -7,7 +7,6 @@ from meshweave.passes.options import pass_list, pipeline_of
 from meshweave.passes.pipeline import Optimized, Pipeline, prove
 from meshweave.passes.table import (
     PASSES,
-    Carry,
     Decompose,
     Keep,
     Overlap,
@@ -20,7 +19,6 @@ from meshweave.passes.table import (
 __all__ = [
     "PASSES",
     "CapturedProgram",
-    "Carry",
     "Decompose",
     "GraphProgram",
     "Keep",

@@ -59,18 +59,14 @@ class PassProgram(Protocol):
 class MeshProgram:
     """What all devices of a mesh run: a graph per role, and how roles communicate.
 
-    placed: the graph that the roles were expanded from. microbatches: how often a step runs forward and backward.
-    memory_cap_bytes: the most that may be live on a device at once. keeps_gradients: gradients live to the end of the
-    step. carry: for how many blocks the scheduler may gather parameters in the previous step. simulated: roles whose
-    simulated seconds are known.
+    microbatches: how often a step runs forward and backward. memory_cap_bytes: the most that may be live on a device at
+    once. keeps_gradients: gradients live to the end of the step. simulated: roles whose simulated seconds are known.
     """
 
     roles: tuple[RankGraph, ...]
-    placed: StepGraph | None = None
     microbatches: int = 1
     memory_cap_bytes: int | None = None
     keeps_gradients: bool = False
-    carry: int | Literal["auto"] = 0
     simulated: tuple[tuple[RankGraph, ...], float] | None = None
 
     @property

@@ -11,7 +11,7 @@ from meshweave.capture.sources import import_file
 from meshweave.errors import MeshweaveError
 from meshweave.passes.base import Pass
 from meshweave.passes.pipeline import Pipeline
-from meshweave.passes.table import GROUPS, PASSES, Carry, Overlap, Prefetch, Recompute, RingAttention, Split
+from meshweave.passes.table import GROUPS, PASSES, Overlap, Prefetch, Recompute, RingAttention, Split
 
 PassesArgument = str | Sequence[Pass[Any]] | None
 
@@ -30,13 +30,13 @@ def pipeline_of(
             raise MeshweaveError("memory_cap_bytes is not a size", got=f"{memory_cap_bytes}", expected="more than 0")
         names = {each_pass.name for each_pass in listed}
         if Overlap.name not in names:
-            listed = (*listed, *([] if Carry.name in names else [Carry()]), Overlap())
+            listed = (*listed, Overlap())
     return Pipeline(listed, memory_cap_bytes, keeps_gradients)
 
 
 def pass_list(requested: PassesArgument) -> tuple[Pass[Any], ...]:
     """The passes of a list, or of text: names separated by commas, in any order, with a value for the first option of
-    those that take a value. Some names mean several passes: "none", "exact" (keep, carry, overlap) and "default" (keep,
+    those that take a value. Some names mean several passes: "none", "exact" (keep, overlap) and "default" (keep,
     split, decompose, overlap; if a plan cuts sequences also ring). A pass that is named by itself replaces that of a
     group.
 
@@ -96,7 +96,6 @@ def _pass(text: str) -> Pass[Any]:
     reads: Mapping[str, Callable[[Any], Pass[Any]]] = {
         "recompute": Recompute,
         "prefetch": Prefetch,
-        "carry": Carry,
         "ring": RingAttention,
         "split": lambda count: Split((count,)),
     }

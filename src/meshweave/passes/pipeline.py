@@ -152,7 +152,7 @@ def _optimized(
     passes = pipeline.of("written", "ordered")
     for each_pass in passes:
         _check_costs(each_pass, roles, costs)
-    program = MeshProgram(roles, placed, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
+    program = MeshProgram(roles, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
     chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
     written, done = chosen.written.roles, chosen.program.roles
     optimized = Optimized(
@@ -177,13 +177,12 @@ def _check_costs(each_pass: Pass[Any], roles: tuple[RankGraph, ...], costs: Cost
 
 
 def prove(placed: StepGraph, optimized: Optimized) -> tuple[Completeness, DeadlockFreedom]:
-    """Raise VerifyError for the first fault of a pass; else return what was proven. Merged collectives and gathers of
-    the next step are undone, and the step is replayed. The replay does not support chunks: then it runs on the expanded
+    """Raise VerifyError for the first fault of a pass; else return what was proven. Merged collectives are undone,
+    and the step is replayed. The replay does not support chunks: then it runs on the expanded
     roles. Separate proofs show that all chunks of rings reach their places, and that the scheduler changed only order
     and buckets.
     """
-    prologues = [role.prologue for role in optimized.roles if role.prologue is not None]
-    for role in (*optimized.roles, *prologues):  # also those that a pass has edited without returning another
+    for role in optimized.roles:  # also those that a pass has edited without returning another
         verify_rank(role)
     if optimized.unscheduled is optimized.expanded:
         complete = check_complete(placed, optimized.roles)
@@ -192,6 +191,4 @@ def prove(placed: StepGraph, optimized: Optimized) -> tuple[Completeness, Deadlo
         for before, after in zip(optimized.unscheduled, optimized.roles, strict=True):
             prove_rings(before)
             check_same(before, after)
-    if prologues:
-        check_deadlock(prologues)
     return complete, check_deadlock(optimized.roles)

@@ -19,7 +19,7 @@ from meshweave.optimize.decompose import DecomposeOptions, DecomposeReport, deco
 from meshweave.optimize.decompose.attention import AttentionReport, ring_attention
 from meshweave.optimize.overlap import OverlapOptions, OverlapReport, overlap
 from meshweave.optimize.overlap.decide import cap_of
-from meshweave.optimize.overlap.steps import Scheduling, overlap_roles
+from meshweave.optimize.overlap.steps import overlap_roles
 from meshweave.optimize.prefetch.gather_ahead import prefetch
 from meshweave.optimize.prefetch.keep import KeepReport, keep
 from meshweave.passes.base import CapturedProgram, MeshProgram, Numerics, Pass, PassProgram, Report, Scope, Stage
@@ -190,34 +190,6 @@ class Decompose(DecomposeOptions, Pass[Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class Carry(Pass[MeshProgram]):
-    """Parameters of the first `blocks` blocks of the model may be gathered during the updates of the previous step, and
-    kept from step to step.
-
-    "auto": as many blocks as shorten the simulated step. `Overlap` chooses the order and reports what is carried;
-    without it nothing is."""
-
-    name: ClassVar[str] = "carry"
-    numerics: ClassVar[Numerics] = "exact"
-    stage: ClassVar[Stage] = "written"
-    blocks: int | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        is_count = isinstance(self.blocks, int) and not isinstance(self.blocks, bool) and self.blocks >= 0
-        if not is_count and self.blocks != "auto":
-            raise MeshweaveError(
-                "carry is not a number of blocks", got=repr(self.blocks), expected='"auto", or 0 or more'
-            )
-
-    def run(self, program: MeshProgram, costs: Any) -> tuple[MeshProgram, tuple[Report, ...]]:
-        if program.placed is None:
-            raise MeshweaveError(
-                "nothing can be carried from a step that was not placed", where="passes=", hint="leave 'carry' out"
-            )
-        return replace(program, carry=self.blocks), ()
-
-
-@dataclass(frozen=True, slots=True)
 class Overlap(OverlapOptions, Pass[Any]):
     """Communication runs beside compute: the step is reordered and collectives are merged, where that simulates faster
     or the memory cap requires it. Values are the same to the bit."""
@@ -248,18 +220,22 @@ class Overlap(OverlapOptions, Pass[Any]):
                 agree=program.agree,
             )
             return replace(program, module=module, ordered_seconds=report.seconds), (report,)
-        how = Scheduling(self, program.memory_cap_bytes, program.keeps_gradients, program.carry)
-        ordered = overlap_roles(program.roles, costs, how, program.microbatches, program.placed)
+        ordered = overlap_roles(
+            program.roles,
+            costs,
+            self,
+            memory_cap_bytes=program.memory_cap_bytes,
+            keeps_gradients=program.keeps_gradients,
+            microbatches=program.microbatches,
+        )
         return program.with_simulated(ordered.roles, ordered.seconds), ordered.reports
 
 
 # All passes that text can name, in the order in which they run.
 PASSES: Mapping[str, type[Pass[Any]]] = {
-    each_pass.name: each_pass
-    for each_pass in (Recompute, Prefetch, RingAttention, Keep, Split, Decompose, Carry, Overlap)
+    each_pass.name: each_pass for each_pass in (Recompute, Prefetch, RingAttention, Keep, Split, Decompose, Overlap)
 }
 GROUPS = {
-    "exact": ("keep", "carry", "overlap"),  # passes that change no value
-    # All passes taken by gain except carry, which does not see what a script writes to a parameter through `.data`.
+    "exact": ("keep", "overlap"),  # passes that change no value
     "default": ("keep", "split", "decompose", "overlap"),
 }

@@ -156,7 +156,7 @@ def compile_tasks(
     for step in (step for part in steps for step in part):
         for used in _read_by(step):
             last[used] = step
-    replaced = {key for key in graph.outputs if key[0] in ("param", "state", "acc", "carry")}
+    replaced = {key for key in graph.outputs if key[0] in ("param", "state", "acc")}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
     lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept

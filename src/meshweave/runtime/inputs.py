@@ -11,7 +11,6 @@ from torch import Tensor
 from meshweave.errors import LayoutError
 from meshweave.ir.graph import Input
 from meshweave.ir.pieces import Box
-from meshweave.runtime.carries import GatheredParams
 from meshweave.runtime.executor import Compiled, Env, Meter
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.update import nodes_of
@@ -27,7 +26,6 @@ class _DeviceInputs:
     lasting: list[tuple[int, Key, int]] = field(default_factory=list)
     batch: list[tuple[int, Input, Box]] = field(default_factory=list)
     sums: list[tuple[int, Input, Box]] = field(default_factory=list)  # of gradients, over microbatches
-    carried: list[tuple[int, str]] = field(default_factory=list)
     constants: list[tuple[int, str]] = field(default_factory=list)
     draws: list[int] = field(default_factory=list)
     slots: dict[Key, int] = field(default_factory=dict)
@@ -52,8 +50,6 @@ class Inputs:
             elif item.kind in ("batch", "acc"):
                 entry = slot, item, layout.box_of(item.spec.shape, device)
                 (its.batch if item.kind == "batch" else its.sums).append(entry)
-            elif item.kind == "carry":
-                its.carried.append((slot, item.name))
             elif item.kind == "constant":
                 its.constants.append((slot, item.name))
             elif item.name == "draw":
@@ -66,7 +62,6 @@ class Inputs:
         state: State,
         batch: Mapping[str, Tensor],
         draw: int,
-        carries: Sequence[GatheredParams],
         between: Sequence[dict[Key, Tensor]],
         meter: Meter | None,
     ) -> None:
@@ -74,13 +69,11 @@ class Inputs:
         previous microbatch has left on each device; its sums of gradients are handed over, and are 0 for the first."""
         number = numbers_on(self.world.device, {"draw": draw}, torch.int64)["draw"]
         pieces = state.pieces
-        for i, (its, env, gathered, left) in enumerate(zip(self._devices, envs, carries, between, strict=True)):
+        for i, (its, env, left) in enumerate(zip(self._devices, envs, between, strict=True)):
             for slot, key, index in its.lasting:
                 env[slot] = pieces[key][index]
             for slot, item, box in its.batch:
                 env[slot] = batch_piece(self.world, item, box, batch[item.name], self.accumulate)
-            for slot, name in its.carried:
-                env[slot] = gathered[name]
             for slot, name in its.constants:
                 env[slot] = self._constants[name]
             for slot in its.draws:

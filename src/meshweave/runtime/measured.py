@@ -189,7 +189,7 @@ class _Role:
         for change in self.trace.changes[:count]:
             alive[change.name] = alive.get(change.name, 0) + change.bytes
         kinds = classify(self.role)
-        inputs = {n: "gathered" if i.kind == "carry" else i.kind for n, i in self.role.sources.items()}
+        inputs = {n: i.kind for n, i in self.role.sources.items()}
         largest = sorted((-size, name) for name, size in alive.items() if size > 0)[:_NUM_AT_PEAK]
         tensors = [_live_tensor(self.nodes[name], -size, inputs, kinds) for size, name in largest]
         return tuple(sorted(curve.items())), peak, peak_at, tuple(tensors)
@@ -282,7 +282,7 @@ def classify(graph: RankGraph) -> dict[fx.Node, str]:
     from the op that computes it until its use) or state. Other nodes are activations and are omitted."""
     kinds: dict[fx.Node, str] = {}
     for node, item in graph.sources.items():
-        kind = {"acc": "grad", "carry": "param"}.get(item.kind, item.kind)
+        kind = "grad" if item.kind == "acc" else item.kind
         if kind in KINDS:
             kinds[node] = kind
     for node in graph.graph.nodes:
@@ -293,8 +293,8 @@ def classify(graph: RankGraph) -> dict[fx.Node, str]:
     for (kind, _), node in graph.results.items():
         if kind == "grad":
             kinds.update((n, "grad") for n in _upstream(node) if n not in kinds)
-        elif kind in ("param", "state", "carry"):
-            kinds[node] = "param" if kind == "carry" else kind
+        elif kind in ("param", "state"):
+            kinds[node] = kind
     return kinds
 
 

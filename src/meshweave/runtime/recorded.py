@@ -163,12 +163,10 @@ class RecordedPasses:
 
     def _cut(self, tasks: Sequence[Task]) -> Iterator[Block]:
         sized = ragged(self.compiled.graph)
-        pairs = zip(self.compiled.graph.outputs, self.compiled.outputs, strict=True)
-        carried = {slot for key, slot in pairs if key[0] == "carry"}  # they outlive the step
 
         def is_recorded(task: Task) -> bool:
             nodes = (task.node,) if task.fused is None else task.fused.nodes
-            if task.is_start or task.is_wait or id(task) in self._waiting or carried.intersection(task.outs):
+            if task.is_start or task.is_wait or id(task) in self._waiting:
                 return False
             return not any(n in sized or sized.intersection(n.all_input_nodes) or is_random(n.target) for n in nodes)
 

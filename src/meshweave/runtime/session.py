@@ -24,7 +24,6 @@ from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.bindings import Bindings
-from meshweave.runtime.carries import Carries
 from meshweave.runtime.cluster import on_any
 from meshweave.runtime.cuda_graphs import CudaGraphs, DeviceGraphs
 from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
@@ -199,7 +198,6 @@ class Session:
 
     A step is forward and backward, once per microbatch, then update. A failed step leaves the state of the last
     completed step, unless it failed during the update: then the state is torn and raises errors.
-    Parameters gathered by the previous step are not part of the state: see `Carries`.
     """
 
     def __init__(
@@ -230,7 +228,6 @@ class Session:
         if share is not None:
             self.state.extend(self.roles)
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
-        self.carries = Carries(self.roles, world)
         self.values: dict[str, Tensor] = {}  # loss, grad_norm and metrics of the last step
         self.gradient_pieces: dict[str, list[Tensor]] | None = None  # of the last step, by name
         self._envs: list[Env] = []
@@ -243,7 +240,7 @@ class Session:
 
     def _build(self, meter: Meter | None, has_regions: bool = False) -> None:
         """The tasks of each local device, and their executor."""
-        kept = {"loss", "metric", "output", "norm", "buffer", "param", "state", "carry"}
+        kept = {"loss", "metric", "output", "norm", "buffer", "param", "state"}
         kept |= {"grad"} if self.settings.run.keep_gradients else set()
         self.ranks = self._compiled(kept, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
@@ -317,7 +314,7 @@ class Session:
         usual_meter = self.executor.meter
         with self.world.guard():
             self.bindings.take_over(self.state)
-            recorder.hold(self.state, self.ranks, self.carries.ready(self.state))
+            recorder.hold(self.state, self.ranks)
             self.world.meet()
             began = recorder.mark()
             self.executor.meter = recorder
@@ -345,8 +342,6 @@ class Session:
             executor = self.executor if is_last else self._early
             executor.meter = self.executor.meter
             self._envs = self._inputs(batch, self.state.num_steps * self.settings.accumulate + index, left)
-            if is_last:
-                self.carries.drop()
             executor.begin(self._envs)
             executor.run(FORWARD)
             losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.run.check_finite))
@@ -397,8 +392,8 @@ class Session:
             executor.end()
 
     def _inputs(self, batch: Mapping[str, Tensor], draw: int, between: Sequence[dict[Key, Tensor]]) -> list[Env]:
-        envs, carries = self.executor.environment(), self.carries.ready(self.state)
-        self.inputs.fill(envs, self.state, batch, draw, carries, between, self.executor.meter)
+        envs = self.executor.environment()
+        self.inputs.fill(envs, self.state, batch, draw, between, self.executor.meter)
         return envs
 
     def _update(self, numbers: Mapping[str, float], left: Sequence[dict[Key, Tensor]]) -> None:
@@ -410,7 +405,6 @@ class Session:
         self.executor.run(UPDATE, update.commit)
         update.finish(buffers)
         self.bindings.publish(self.state, self._lasting_outputs)
-        self.carries.keep(self.state, self.ranks, self._envs)
         self.state.num_steps += 1
         self.state.torn = False
 

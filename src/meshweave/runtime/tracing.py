@@ -4,7 +4,7 @@ meanwhile."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -216,8 +216,8 @@ class Recorder:
     def freed(self, index: int, node: fx.Node) -> None:
         self._values[index].append((node, self.clock.mark(), None))
 
-    def hold(self, state: State, ranks: Sequence[Compiled], carries: Sequence[Mapping[str, Tensor]]) -> None:
-        """Treat the pieces of the state, and parameters gathered by the previous step, as values that exist already."""
+    def hold(self, state: State, ranks: Sequence[Compiled]) -> None:
+        """Treat the pieces of the state as values that exist already."""
         nodes = [
             {(i.kind, i.name): node for i, node in zip(rank.graph.inputs, rank.nodes, strict=False)} for rank in ranks
         ]
@@ -227,9 +227,6 @@ class Recorder:
                 index = state.devices.index(device)
                 if (item.kind, item.name) in nodes[index]:
                     self.on_value(index, nodes[index][item.kind, item.name], piece)
-        for index, gathered in enumerate(carries):
-            for name, value in gathered.items():
-                self.on_value(index, nodes[index]["carry", name], value)
 
     def traces(self, devices: Sequence[int], began: Mark, ended: Mark) -> list[DeviceTrace]:
         """The recorded traces, per local device. Called once, when all is done."""

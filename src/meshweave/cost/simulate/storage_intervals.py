@@ -18,8 +18,6 @@ from meshweave.ir.traits import PRODUCTS
 Key = tuple[int, int]  # storage, microbatch that allocated it (-1: before the step)
 
 _IN_PLACE = ("param", "state", "buffer", "acc")
-# inputs that live to their last use, and the kind that they are shown as
-_PASSING = {"carry": "gathered", "acc": "grad"}
 
 
 @dataclass(slots=True)
@@ -111,8 +109,7 @@ class Ledger:
         returned = role.results
         for node, item in role.sources.items():
             for x in self.of_role.local.values[node]:
-                end = 0.0 if item.kind in _PASSING else inf
-                kind = _PASSING.get(item.kind, item.kind)
+                kind, end = ("grad", 0.0) if item.kind == "acc" else (item.kind, inf)  # sums live to their last use
                 self.lives[x.storage, -1] = Life(node, x.storage_bytes, kind, 0.0, end)
                 new_value = returned.get((item.kind, item.name))
                 if new_value is not None and item.kind in _IN_PLACE:

@@ -19,7 +19,7 @@ from meshweave.optimize.overlap.read import begin
 _BETWEEN = "between roles"  # the queue of communications between roles
 # phases that begin a part of the step, and the phases before them
 _BEFORE = {"backward": "forward", "update": "backward"}
-_REPLACED = ("param", "state", "acc", "carry")  # kinds of inputs that an output of the same name replaces
+_REPLACED = ("param", "state", "acc")  # kinds of inputs that an output of the same name replaces
 
 
 @dataclass(slots=True)
@@ -100,11 +100,9 @@ class RoleForm:
             return self.copy.graph.call_function(begin, (phase, *needed))
 
     def _releasable(self) -> Callable[[fx.Node], bool]:
-        """Which inputs die at their last use: those replaced by an output of the same name (`runtime.executor`). Values
-        carried from the previous step serve all microbatches."""
+        """Which inputs die at their last use: those replaced by an output of the same name (`runtime.executor`)."""
         keys = {n: (i.kind, i.name) for n, i in self.copy.sources.items()}
-        kinds = [kind for kind in _REPLACED if kind != "carry" or self.microbatches == 1]
-        replaced = {key for key in self.copy.outputs if key[0] in kinds}
+        replaced = {key for key in self.copy.outputs if key[0] in _REPLACED}
         return lambda node: keys[node] in replaced
 
 

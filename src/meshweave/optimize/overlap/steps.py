@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from torch import fx
 
@@ -12,29 +11,12 @@ from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.simulate.step import default_fusion, seconds_of_step, times_of
 from meshweave.cost.simulate.tasks import Tasks, lower_tasks
 from meshweave.errors import MeshweaveError
-from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph, copied
-from meshweave.optimize.overlap.decide import NoOrderError, OverlapOptions
+from meshweave.optimize.overlap.decide import OverlapOptions
 from meshweave.optimize.overlap.order import order_program
 from meshweave.optimize.overlap.parts import form_of
 from meshweave.optimize.overlap.prices import ProfileCosts, SimulatedSeconds
 from meshweave.optimize.overlap.report import OverlapReport
-from meshweave.optimize.prefetch.carry import GatheredBlock, carriable, carry_gathers
-
-_ENOUGH = 1e-3  # a gain below this share does not count
-_PATIENCE = 2  # failures in a row before giving up: the first block may be small, such as an embedding
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduling:
-    """How a program is scheduled, and the most bytes on a device (None: a little more than before).
-    `keeps_gradients`: gradients of a step live to its end. `carry`: for how many blocks of the model, from the first,
-    the previous step gathers parameters during its updates; "auto": as many as shorten the simulated step."""
-
-    options: OverlapOptions | None = None
-    memory_cap_bytes: int | None = None
-    keeps_gradients: bool = False
-    carry: int | Literal["auto"] = "auto"
 
 
 @dataclass(slots=True)
@@ -115,125 +97,40 @@ class OrderedRoles:
 def overlap_roles(
     roles: Sequence[RankGraph],
     profile: MachineProfile,
-    scheduling: Scheduling | None = None,
+    options: OverlapOptions | None = None,
+    *,
+    memory_cap_bytes: int | None = None,
+    keeps_gradients: bool = False,
     microbatches: int = 1,
-    placed: StepGraph | None = None,
 ) -> OrderedRoles:
-    """The roles of a program in new orders; `roles` are not changed.
+    """The roles of a program in new orders; `roles` are not changed. Options as for `overlap_role`.
 
-    Communications between roles keep their order on every role, so that no two wait for each other. With `placed`,
-    the graph that the roles were expanded from, the first blocks' parameters may be gathered in the previous step
-    (`gathers.carry`). If `simulate_roles` is no faster for the new orders, and the cap allows, the old orders stay.
+    Communications between roles keep their order on every role, so that no two wait for each other. If the simulated
+    step is no faster in the new orders, and the cap allows, the old orders stay.
     """
-    how = scheduling or Scheduling()
     tasks = lower_tasks(roles, profile, default_fusion(profile))
-    plain = _order_roles(roles, profile, how, microbatches, _figures(tasks))
-    ordered = plain if placed is None else _carrying(roles, placed, plain, profile, how, microbatches)
-    if microbatches == 1:
-        before = times_of(tasks, profile.compute_slowdown).seconds
-    else:
-        before = seconds_of_step(roles, profile, microbatches)
-    note = f"the simulated step takes {before * 1e3:.3f} ms as it was, {ordered.seconds * 1e3:.3f} ms in this order"
-    cap = how.memory_cap_bytes
-    is_forced = cap is not None and any(r.peak_before > cap for r in ordered.reports)
-    if ordered.seconds <= before or is_forced:
-        return replace(ordered, reports=tuple(replace(r, notes=(*r.notes, note)) for r in ordered.reports))
-    return OrderedRoles(tuple(map(copied, roles)), tuple(r.left(note) for r in plain.reports), before)
-
-
-def _order_roles(
-    roles: Sequence[RankGraph],
-    profile: MachineProfile,
-    how: Scheduling,
-    microbatches: int,
-    tasks: StepTasks,
-    caps: Sequence[int | None] | None = None,
-) -> OrderedRoles:
-    """`caps` are those of each role in bytes; without them all have that of `how`."""
+    figures = _figures(tasks)
     ordered = [
         overlap_role(
             role,
             profile,
-            cap,
-            how.options,
-            tasks=tasks,
+            memory_cap_bytes,
+            options,
+            tasks=figures,
             microbatches=microbatches,
-            keeps_gradients=how.keeps_gradients,
+            keeps_gradients=keeps_gradients,
         )
-        for role, cap in zip(roles, caps or [how.memory_cap_bytes] * len(roles), strict=True)
+        for role in roles
     ]
-    ordered_roles = tuple(role for role, _ in ordered)
-    reports = tuple(report for _, report in ordered)
-    return OrderedRoles(ordered_roles, reports, seconds_of_step(ordered_roles, profile, microbatches))
-
-
-def _carrying(
-    roles: Sequence[RankGraph],
-    placed: StepGraph,
-    plain: OrderedRoles,
-    profile: MachineProfile,
-    how: Scheduling,
-    microbatches: int,
-) -> OrderedRoles:
-    """The fastest variant: the step as it is, or with the parameters of the first 1, 2, 4, ... blocks gathered in the
-    previous step, all under the caps of `plain`; with a fixed number of blocks if the options have one."""
-    wanted = how.carry
-    blocks = [carriable(role, placed) for role in roles]
-    caps = [report.cap_bytes for report in plain.reports]
-    best, tried, num_worse = plain, list[str](), 0
-    for count in _counts(wanted, max(map(len, blocks))):
-        chosen = [gathered_blocks[:count] for gathered_blocks in blocks]
-        carrying = [
-            carry_gathers(r, [g for b in gathered_blocks for g in b.gathered])
-            for r, gathered_blocks in zip(roles, chosen, strict=True)
-        ]
-        try:
-            ordered = _order_roles(carrying, profile, how, microbatches, tasks_of(carrying, profile), caps)
-        except NoOrderError:
-            if wanted != "auto":
-                raise
-            tried.append(f"{count} blocks no order is under the cap")
-            break
-        tried.append(f"{count} blocks it takes {ordered.seconds * 1e3:.3f} ms")
-        num_worse = num_worse + 1 if ordered.seconds > best.seconds * (1 - _ENOUGH) else 0
-        if ordered.seconds < best.seconds or wanted != "auto":
-            notes = [_carry_note(gathered_blocks, plain, ordered, microbatches) for gathered_blocks in chosen]
-            rows = zip(ordered.reports, plain.reports, notes, strict=True)
-            best = replace(ordered, reports=tuple(_since(*row) for row in rows))
-        if num_worse == _PATIENCE:
-            break
-    if best is plain and tried:
-        note = f"no parameters are gathered in the previous step; with those of the first {'; of '.join(tried)}"
-        return replace(plain, reports=tuple(replace(r, notes=(*r.notes, note)) for r in plain.reports))
-    return best
-
-
-def _counts(wanted: int | str, most: int) -> list[int]:
-    """The numbers of blocks to try, if there are `most` blocks."""
-    if isinstance(wanted, int):
-        return [min(wanted, most)] if min(wanted, most) else []
-    counts = [2**k for k in range(most.bit_length()) if 2**k < most]
-    return [*counts, most] if most else []
-
-
-def _carry_note(blocks: Sequence[GatheredBlock], plain: OrderedRoles, ordered: OrderedRoles, microbatches: int) -> str:
-    """What a role carries over from the previous step, and the gain."""
-    if not blocks:
-        return "nothing is carried over from the previous step"
-    names = ", ".join(block.name or "the model itself" for block in blocks)
-    once = ", once a step instead of once a microbatch" if microbatches > 1 else ""
-    return (
-        f"the previous step gathers the parameters of {names} during its updates{once}: the simulated step takes "
-        f"{plain.seconds * 1e3:.3f} ms without, {ordered.seconds * 1e3:.3f} ms with that"
-    )
-
-
-def _since(report: OverlapReport, plain: OverlapReport, note: str) -> OverlapReport:
-    """The report of a role that carries values over, relative to the original role."""
-    return replace(
-        report,
-        seconds_before=plain.seconds_before,
-        exposed_before=plain.exposed_before,
-        peak_before=plain.peak_before,
-        notes=(*report.notes, note),
-    )
+    new_roles, reports = tuple(role for role, _ in ordered), tuple(report for _, report in ordered)
+    seconds = seconds_of_step(new_roles, profile, microbatches)
+    if microbatches == 1:
+        before = times_of(tasks, profile.compute_slowdown).seconds
+    else:
+        before = seconds_of_step(roles, profile, microbatches)
+    note = f"the simulated step takes {before * 1e3:.3f} ms as it was, {seconds * 1e3:.3f} ms in this order"
+    cap = memory_cap_bytes
+    is_forced = cap is not None and any(report.peak_before > cap for report in reports)
+    if seconds <= before or is_forced:
+        return OrderedRoles(new_roles, tuple(replace(r, notes=(*r.notes, note)) for r in reports), seconds)
+    return OrderedRoles(tuple(map(copied, roles)), tuple(r.left(note) for r in reports), before)

@@ -176,9 +176,7 @@ class RegionCompiler:
 
 def _renewed(role: RankGraph) -> dict[fx.Node, fx.Node]:
     """New parameters and optimizer state by the inputs that they replace, if each has its own tensor: not if a value is
-    an output twice, nor if gathered parameters are carried over, which may share memory."""
-    if any(item.kind == "carry" for item in role.inputs):
-        return {}
+    an output twice."""
     results: Any = next(iter(reversed(role.graph.nodes))).args[0]
     new, counts = dict(zip(role.outputs, results, strict=True)), Counter(results)
     sources = (node for node in role.graph.nodes if node.op == "placeholder")
