@@ -133,7 +133,7 @@ def test_bad_input(how: dict[str, object], message: str) -> None:
 @pytest.fixture(scope="module")
 def expanded() -> MeshProgram:
     program = compiled(1).program
-    return MeshProgram(program.expanded, placed=program.placed)
+    return MeshProgram(program.expanded)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in PASSES.items() if kind.stage != "captured"])
