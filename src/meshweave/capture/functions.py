@@ -20,6 +20,7 @@ from meshweave.capture.indexing import INDEXING
 from meshweave.capture.losses import LOSSES
 from meshweave.capture.record import storage_of
 from meshweave.capture.recurrent import recurrent_functions
+from meshweave.capture.selected_rows import Masks, has_rows, on_rows
 from meshweave.capture.trace import user_line
 from meshweave.errors import CaptureError
 from meshweave.interop import pytree
@@ -267,6 +268,7 @@ class CapturedFunctions(TorchFunctionMode):
         substituted = list(substituted)
         self._stand_ins = {id(tensor) for pair in substituted for tensor in pair}
         self._substituted = {id(own): (own, traced) for own, traced in substituted}
+        self._masks = Masks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -280,9 +282,20 @@ class CapturedFunctions(TorchFunctionMode):
         if func == _SET_DATA and self._is_value_for(*args):
             with torch.no_grad():
                 return args[0].copy_(args[1])
-        result = _TABLE.get(func, func)(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         if func in _ARRAYS:
             result.flags.writeable = False
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = self._masks.call(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        function = _TABLE.get(func, func)
+        if not self._are_as_traced((args, kwargs)) and has_rows((args, kwargs)):
+            return on_rows(func, function, args, kwargs)
+        result = function(*args, **kwargs)
+        self._masks.note(func, args, kwargs, result)
         return result
 
     def _is_value_for(self, x: Tensor, value: Tensor) -> bool:
