@@ -140,13 +140,13 @@ class Masks:
     `logits[y != 0]` and `y[y != 0]` have the same rows."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, int, Any, Any, Any]] = {}
+        self._results: dict[int, tuple[Tensor, int, Any, Any, Any]] = {}
         self._keys: dict[Any, int] = {}
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called after each function."""
-        if type(result) is FakeTensor and id(result) not in self._made:
-            self._made[id(result)] = result, version_of(result), func, args, kwargs
+        if type(result) is FakeTensor and id(result) not in self._results:
+            self._results[id(result)] = result, version_of(result), func, args, kwargs
 
     def key(self, x: Tensor) -> int:
         """A number that tensors share if they have the same values. Those that were written to have their own."""
@@ -154,7 +154,7 @@ class Masks:
         if known is not None:
             return known
         form: Any = ("itself", id(x), version_of(x))
-        _, _, func, args, kwargs = self._made.setdefault(id(x), (x, 0, None, (), {}))
+        _, _, func, args, kwargs = self._results.setdefault(id(x), (x, 0, None, (), {}))
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func is not None and _repeats_itself(func.__name__) and not any(map(self._is_written, [x, *tensors])):
@@ -162,7 +162,7 @@ class Masks:
         return self._keys.setdefault((id(x), version_of(x)), self._keys.setdefault(form, len(self._keys)))
 
     def _is_written(self, x: Tensor) -> bool:
-        return version_of(x) != (self._made[id(x)][1] if id(x) in self._made else 0)
+        return version_of(x) != (self._results[id(x)][1] if id(x) in self._results else 0)
 
     def call(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A call of a function that selects by a mask of data; NotImplemented if it does not."""
@@ -287,12 +287,12 @@ def _dims(name: str, args: Any, kwargs: Mapping[str, Any], num_dims: int) -> tup
 def _look_up(x: Tensor, rows: SelectedRows) -> SelectedRows:
     """`x[rows]`."""
     if rows.is_positions and x.shape[0] == len(rows.mask):
-        found = x
+        picked = x
     elif rows.dtype in (torch.int64, torch.int32):
-        found = x[rows.data]
+        picked = x[rows.data]
     else:
         _refuse(f"an index of {rows.dtype} among such rows")
-    return SelectedRows(torch.where(_beside(rows.mask, found), found, x.is_floating_point()), rows.mask, rows.key)
+    return SelectedRows(torch.where(_beside(rows.mask, picked), picked, x.is_floating_point()), rows.mask, rows.key)
 
 
 def _reduced(rows: SelectedRows, name: str, over_rows_only: bool, dtype: torch.dtype | None = None) -> Tensor:
