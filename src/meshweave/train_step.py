@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards, StepKey
 from meshweave.capture.optimizer_groups import OptimizerGuard, note_untrained, parts_of
-from meshweave.capture.optimizers import StepNumbers, initial_state, resting_state
+from meshweave.capture.optimizers import StepNumbers, resting_state
 from meshweave.capture.step import Part
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import OutdatedUpdate, StepError
@@ -62,10 +62,7 @@ class CompiledStep:
         note_untrained(model, optimizer)
         session = Session(program.roles, world, settings)
         spec = program.optimizer
-        optimizer_state = initial_state(optimizer, spec, model) if optimizer is not None and spec is not None else None
-        initial = _initial_values(session.state, model, settings)
-        session.state.fill(initial, optimizer_state.tensors if optimizer_state else None)
-        session.state.num_steps = optimizer_state.num_steps if optimizer_state else 0
+        session.state.fill(_initial_values(session.state, model, settings))
         session.bindings.bind(session.state, model, optimizer)
         guards = Guards(program.contract.roots, program.options.precision.autocast)
         keys = [StepKey.of(program.contract.batch)]
@@ -89,8 +86,8 @@ class CompiledStep:
                 distribute_state(self._own_state.optimizer)
             session.state.num_steps = self.eager_update.num_steps
         self._trains = [(p, trains[name]) for name, p in model.named_parameters()]
-        if optimizer_state:
-            self._publish()
+        self.take_over()
+        self._publish()
 
     @property
     def session(self) -> Session:

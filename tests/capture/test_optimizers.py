@@ -11,7 +11,7 @@ import torch
 from tests.optimizers import SETTINGS, Lion, make
 from torch import Tensor, nn
 
-from meshweave.capture.optimizers import OptimizerSpec, StepNumbers, initial_state, read_optimizer
+from meshweave.capture.optimizers import OptimizerSpec, StepNumbers, read_optimizer
 from meshweave.errors import CaptureError, PlanError, StepError
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -41,12 +41,12 @@ class Ours:
         self.spec = read_optimizer(optimizer, model)
         self.numbers = StepNumbers(self.spec, optimizer, model)
         self.model = model
-        held = initial_state(optimizer, self.spec, model)
         self.params = {n: p.detach().clone() for n, p in model.named_parameters() if n in self.spec.kind_of}
+        kept = {name: optimizer.state.get(p, {}) for name, p in model.named_parameters()}
         self.state = {
             name: {
-                slot: held.tensors[name][slot].clone()
-                if held and slot in held.tensors.get(name, {})
+                slot: kept[name][slot].clone()
+                if slot in kept[name]
                 else torch.full(spec.shape, float("nan"), dtype=spec.dtype)
                 for slot, spec in self.spec.slots(name).items()
             }

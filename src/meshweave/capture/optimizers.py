@@ -264,34 +264,6 @@ def kept_of(state: Mapping[str, Any], fresh: Kept) -> Kept:
     return Kept(tensors, numbers)
 
 
-@dataclass(frozen=True, slots=True)
-class InitialOptimizerState:
-    """State of an optimizer that has taken steps already: the number of the last step, and tensors by name and slot.
-
-    An optimizer that does not count its steps counts as having taken 1. A parameter that has taken no step has no
-    entry.
-    """
-
-    num_steps: int
-    tensors: Mapping[str, State]
-
-
-def initial_state(
-    optimizer: torch.optim.Optimizer, spec: OptimizerSpec, names: nn.Module | Mapping[int, str]
-) -> InitialOptimizerState | None:
-    """The state of an optimizer that has taken steps already, or None for a fresh optimizer. Its tensors are not
-    copied."""
-    named = names_by_id(names)
-    tensors: dict[str, State] = {}
-    counts: list[int] = []
-    for param, kept in optimizer.state.items():
-        name = named.get(id(param), "")
-        if name in spec.kind_of and kept:
-            tensors[name] = {slot: kept[slot] for slot in spec.slots(name) if kept.get(slot) is not None}
-            counts.append(int(kept.get("step", 1)))
-    return InitialOptimizerState(max(counts), tensors) if counts else None
-
-
 def resting_state(
     optimizer: torch.optim.Optimizer, trained: Container[str], names: nn.Module | Mapping[int, str]
 ) -> dict[str, tuple[State, dict[str, Any]]]:

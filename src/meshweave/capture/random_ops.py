@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -138,31 +137,3 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.log_normal_.default: lambda m, x, mean=1.0, std=2.0, **_: x.copy_(torch.exp(m.normal(x.shape) * std + mean)),
     aten.multinomial.default: _multinomial,
 }
-
-
-def _into(draw: Callable[..., Tensor], mode: Draws, *args: Any, out: Tensor, **options: Any) -> Tensor:
-    """Numbers written into an existing tensor of their shape (`out=`)."""
-    drawn = draw(mode, *args, **options)
-    if drawn.shape != out.shape:
-        raise CaptureError(
-            "random numbers are written into a tensor of another shape",
-            got=f"{list(drawn.shape)} for out= of {list(out.shape)}",
-            expected="equal shapes: a captured step resizes no tensor",
-        )
-    return out.copy_(drawn)
-
-
-_OUT = {
-    aten.rand.out: aten.rand.default,
-    aten.randn.out: aten.randn.default,
-    aten.randint.out: aten.randint.default,
-    aten.randint.low_out: aten.randint.low,
-    aten.randperm.out: aten.randperm.default,
-    aten.bernoulli.out: aten.bernoulli.default,
-    aten.multinomial.out: aten.multinomial.default,
-    aten.normal.float_float_out: aten.normal.float_float,
-    aten.normal.Tensor_float_out: aten.normal.Tensor_float,
-    aten.normal.float_Tensor_out: aten.normal.float_Tensor,
-    aten.normal.Tensor_Tensor_out: aten.normal.Tensor_Tensor,
-}
-RANDOM |= {op: partial(_into, RANDOM[returning]) for op, returning in _OUT.items()}

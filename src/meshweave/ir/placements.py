@@ -10,7 +10,6 @@ of those axes, and the order can be recovered from the factors. Source: torch/di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from math import prod
 
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
@@ -19,17 +18,18 @@ from meshweave.errors import LayoutError
 from meshweave.interop.dtensor import StridedShard
 from meshweave.ir.layout import REDUCE_OPS, DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.pieces import chunk, is_even, joined_runs, nested_chunk
+from meshweave.ir.pieces import is_even
 
 
 def placements_from_layout(layout: Layout, shape: Sequence[int]) -> tuple[Placement, ...]:
     """The DTensor placements, one per mesh axis, under which a tensor of `shape` has the pieces of `layout`.
 
-    Raises LayoutError if DTensor would have other pieces: for a unit that changes them for this shape, or axes out of
-    mesh order on a dim that they do not divide, because a strided shard has other remainders.
+    Raises LayoutError if DTensor may have other pieces: for a unit that changes them for this shape, or axes out of
+    mesh order on a dim that they do not divide.
     """
     layout.check_rank(shape)
-    for d, (size, dim) in enumerate(zip(shape, layout.normalized(shape).dims, strict=True)):
+    normal = layout.normalized(shape)
+    for d, (size, dim) in enumerate(zip(shape, normal.dims, strict=True)):
         if dim.unit != 1:
             raise LayoutError(
                 f"DTensor cannot cut dim {d} in blocks of {dim.unit}",
@@ -38,8 +38,15 @@ def placements_from_layout(layout: Layout, shape: Sequence[int]) -> tuple[Placem
                 expected="a unit of 1, or a size that the blocks of all devices divide",
                 hint="choose another shape, or move the value to a layout without a unit first",
             )
-    for d, size in enumerate(shape):
-        _check_order(layout, shape, d, size)
+        in_order = sorted(dim.axes, key=layout.mesh.axis_index)
+        if list(dim.axes) != in_order and not is_even(size, normal.parts(d)):
+            raise LayoutError(
+                f"DTensor may have other pieces of dim {d}, because a strided shard has other remainders",
+                where=f"layout {layout} on mesh {layout.mesh}, shape {tuple(shape)}",
+                got=f"{size} elements over {{{','.join(dim.axes)}}}",
+                expected="a size that the pieces divide, or the axes in mesh order",
+                hint=f"write the dim as {{{','.join(in_order)}}}, or choose another size",
+            )
     placements: list[Placement] = []
     partial = dict(layout.partial)
     for axis in layout.mesh.axis_names:
@@ -113,52 +120,3 @@ def _insert(order: list[list[str]], axis: str, placement: Shard | StridedShard, 
             hint="it comes from a view that merged dims; redistribute the DTensor to Shard first",
         )
     later.insert(factors.index(factor), axis)
-
-
-def _check_order(layout: Layout, shape: Sequence[int], d: int, size: int) -> None:
-    """Raises LayoutError unless DTensor, which cuts in mesh order, has the pieces of `layout` on dim `d`."""
-    mesh = layout.mesh
-    axes = tuple(a for a in layout.dims[d].axes if mesh.size(a) > 1)
-    in_mesh_order = sorted(axes, key=mesh.axis_index)
-    if list(axes) == in_mesh_order or is_even(size, layout.parts(d)):
-        return
-    for index in product(*(range(mesh.size(a)) for a in axes)):
-        coords = dict(zip(axes, index, strict=True))
-        start, length = nested_chunk(size, [(mesh.size(a), coords[a]) for a in axes])
-        runs = [(0, size)]
-        for a in in_mesh_order:
-            runs = _strided_cut(runs, _split_factor(mesh, axes, a), mesh.size(a), coords[a])
-        if runs != ([(start, length)] if length else []):
-            raise LayoutError(
-                f"DTensor would have other pieces of dim {d}",
-                where=f"layout {layout} on mesh {mesh}, shape {tuple(shape)}",
-                got=f"{size} elements over {{{','.join(axes)}}}: at {coords} meshweave has {length} from {start}, "
-                f"DTensor {runs or 'none'} as (offset, size)",
-                expected=f"a size that {prod(layout.parts(d))} pieces divide, or the axes in mesh order",
-                hint=f"write the dim as {{{','.join(in_mesh_order)}}}, or choose another size",
-            )
-
-
-def _strided_cut(runs: list[tuple[int, int]], factor: int, parts: int, index: int) -> list[tuple[int, int]]:
-    """Part `index` of the elements in `runs` (offset and size of each stretch), as `StridedShard` cuts them.
-
-    The elements are cut into `factor` chunks, every chunk into `parts`, and the parts `index` are concatenated.
-    """
-    total = sum(length for _, length in runs)
-    kept = []
-    for outer in range(factor):
-        start, length = chunk(total, factor, outer)
-        offset, length = chunk(length, parts, index)
-        kept += _slice_runs(runs, start + offset, length)
-    return list(joined_runs(kept))
-
-
-def _slice_runs(runs: list[tuple[int, int]], start: int, length: int) -> list[tuple[int, int]]:
-    """The stretches that contain the elements start .. start+length of those in `runs`."""
-    kept, seen = [], 0
-    for offset, size in runs:
-        lo, hi = max(start - seen, 0), min(start + length - seen, size)
-        if lo < hi:
-            kept.append((offset + lo, hi - lo))
-        seen += size
-    return kept

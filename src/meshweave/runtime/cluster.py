@@ -146,31 +146,14 @@ class ClusterWorld:
 
 def _check_ranks(mesh: Mesh) -> None:
     size = dist.get_world_size()
-    where = f"mesh {mesh} in a job of {size} processes"
-    if mesh.num_devices > size:
+    if sorted(mesh.devices) != list(range(size)):
+        ids = ", ".join(map(str, mesh.devices[:8])) + (", ..." if mesh.num_devices > 8 else "")
         raise MeshError(
-            "the mesh is larger than the world",
-            where=where,
-            got=f"{mesh.num_devices} devices",
-            expected=f"{size}",
-            hint=f"start {mesh.num_devices} processes (torchrun --nproc-per-node), or use a smaller mesh",
-        )
-    strange = [d for d in mesh.devices if d >= size]
-    if strange:
-        raise MeshError(
-            "the mesh names ranks that the world does not have",
-            where=where,
-            got=", ".join(map(str, strange)),
-            expected=f"ranks 0 to {size - 1}",
-        )
-    left_out = sorted(set(range(size)) - set(mesh.devices))
-    if left_out:
-        raise MeshError(
-            "the mesh omits ranks of the world, which then cannot take part",
-            where=where,
-            got=f"no device for rank {', '.join(map(str, left_out))}",
-            expected=f"a mesh of {size} devices",
-            hint=f"start {mesh.num_devices} processes, or use a larger mesh",
+            "the mesh does not consist of the ranks of the job",
+            where=f"mesh {mesh} in a job of {size} processes",
+            got=f"{mesh.num_devices} devices: {ids}",
+            expected=f"each of the ranks 0 to {size - 1} once",
+            hint=f"start {mesh.num_devices} processes (torchrun --nproc-per-node), or use a mesh of {size} devices",
         )
 
 

@@ -124,18 +124,26 @@ class RowsCheck:
         if others := [rank for rank, its in entries.items() if its is None or its[:2] != first[:2]]:
             raise self._other_size(name, others, entries)
         num_places = len(set(places.values()))
-        lacks_rows = is_own and not self.has_rows[name]
-        if not is_own or lacks_rows or num_places == 1:
+        if not is_own or not self.has_rows[name] or num_places == 1:
             if others := [rank for rank, its in entries.items() if its != first]:
-                no_rows, whole = self._no_rows, self._other_whole
-                raise no_rows(name, others, first[1]) if lacks_rows else whole(name, others, first[1], num_places)
+                raise _other_values(name, others, self.ranks[0], *self._as_whole(name, first[1], num_places, is_own))
             return None
         leaders: dict[Any, int] = {}
         for rank, place in places.items():
             leader = leaders.setdefault(place, rank)
             if entries[rank] != entries[leader]:
-                raise self._other_rows(name, leader, [rank])
+                raise _other_values(name, [rank], leader, *_SHARED_ROWS)
         return all(its == first for its in entries.values())
+
+    def _as_whole(self, name: str, shape: Sequence[int], num_places: int, is_own: bool) -> tuple[str, str]:
+        """What is expected of an entry that is the same on all ranks, and what to do."""
+        if is_own and not self.has_rows[name]:
+            return _NO_ROWS[0].format(list(shape)), _NO_ROWS[1]
+        if num_places == 1:
+            return "the global batch on every rank", _SEED
+        part = f"of whose {shape[0]} rows each would use {shape[0] // num_places}"
+        hint = f"if each rank loads its own rows (DistributedSampler), mw.compile(..., batch='local'); {_SEED}"
+        return f"the global batch on every rank, {part}", hint
 
     def _other_size(self, name: str, others: Sequence[int], entries: Mapping[int, Any]) -> LayoutError:
         first, other = self.ranks[0], others[0]
@@ -160,38 +168,28 @@ class RowsCheck:
             hint=hint,
         )
 
-    def _other_whole(self, name: str, others: Sequence[int], shape: Sequence[int], num_places: int) -> StepError:
-        part = f", of whose {shape[0]} rows each would use {shape[0] // num_places}" if num_places > 1 else ""
-        hint = f"if each rank loads its own rows (DistributedSampler), mw.compile(..., batch='local'); {_SEED}"
-        return StepError(
-            "ranks pass different batches",
-            where=f"entry '{name}', {named(others)}",
-            got=f"other values than on rank {self.ranks[0]}",
-            expected=f"the global batch on every rank{part}",
-            hint=hint if num_places > 1 else _SEED,
-        )
 
-    def _no_rows(self, name: str, others: Sequence[int], shape: Sequence[int]) -> StepError:
-        return StepError(
-            "ranks pass different values of an entry without rows",
-            where=f"entry '{name}', {named(others)}",
-            got=f"other values than on rank {self.ranks[0]}, of shape {list(shape)}",
-            expected="with batch='local', a rank's own values only in entries with as many rows as the first entry",
-            hint="pass the global batch on every rank (batch='global'): edges of a graph, say, then count rows of "
-            "that batch; or give the entry a dim of samples, padded to one size",
-        )
-
-    def _other_rows(self, name: str, first: int, others: Sequence[int]) -> StepError:
-        return StepError(
-            "ranks that share rows pass different rows",
-            where=f"entry '{name}', {named(others)}",
-            got=f"other values than on rank {first}, which needs the same rows",
-            expected="the same rows on all ranks that differ only along axes which don't cut the batch (tp, pp, cp)",
-            hint=f"DistributedSampler(data, *mw.batch_shard(mesh)) gives them the same rows; {_SEED}",
-        )
+def _other_values(name: str, others: Sequence[int], first: int, expected: str, hint: str) -> StepError:
+    return StepError(
+        "ranks pass different values of the batch",
+        where=f"entry '{name}', {named(others)}",
+        got=f"other values than on rank {first}",
+        expected=expected,
+        hint=hint,
+    )
 
 
 _SEED = "seed the loader alike on every rank: generator=torch.Generator().manual_seed(0), sampler.set_epoch(epoch)"
+_NO_ROWS = (
+    "the same values everywhere, of shape {}: with batch='local', a rank has its own only in entries with as many rows "
+    "as the first entry",
+    "pass the global batch on every rank (batch='global'): edges of a graph, say, then count rows of that batch; or "
+    "give the entry a dim of samples, padded to one size",
+)
+_SHARED_ROWS = (
+    "the same rows on all ranks that differ only along axes which don't cut the batch (tp, pp, cp)",
+    f"DistributedSampler(data, *mw.batch_shard(mesh)) gives them the same rows; {_SEED}",
+)
 _ALIKE = (
     "meshweave: every rank passed the same rows as its own; let each load different rows (DistributedSampler), or "
     "pass batch='global' to mw.compile"

@@ -69,22 +69,17 @@ class State:
         """The box of each holder."""
         return boxes_of(layout, item.spec.shape, self.holders(layout))
 
-    def fill(
-        self, values: Iterable[tuple[str, Tensor]], state: Mapping[str, Mapping[str, Tensor]] | None = None
-    ) -> None:
-        """Cut pieces of full tensors by name (parameters and buffers); optimizer state from `state` or zeros.
+    def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Cut pieces of full tensors by name (parameters and buffers); optimizer state is zeros.
 
         Full tensors are read one at a time, so that a generator never needs two in memory.
         """
         known = {item.name: (item, layout) for item, layout in self.items if item.kind != "state"}
         for name, value in values:
-            item, layout = known[name]
-            self.put(item, layout, value)
+            self.put(*known[name], value)
         for item, layout in self.items:
             if item.kind == "state":
-                slot, _, param = item.name.partition("/")
-                slot_value = (state or {}).get(param, {}).get(slot)
-                self.put(item, layout, self.zeros(item) if slot_value is None else slot_value)
+                self.put(item, layout, self.zeros(item))
 
     def read(self, files: WeightFiles) -> None:
         """Read the pieces of the parameters and buffers in files: each process reads only its own bytes."""
