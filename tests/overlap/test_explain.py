@@ -25,11 +25,11 @@ from meshweave.optimize.overlap.waits import with_waits
 class Judged:
     """Orders of a graph, as candidates of a search."""
 
-    def __init__(self, gm: fx.GraphModule, cost: Cost, most_bytes: float = float("inf")) -> None:
+    def __init__(self, gm: fx.GraphModule, cost: Cost) -> None:
         program, costs = graph_program(gm.graph, groups_of(0)), costs_of(cost)
         reading = read_problem(program, costs.kernel_views(gm.graph))
         self.merger = Merger(reading, fill_prices(reading, costs.prices(reading), 1.0, None))
-        self.search = OrderSearch(self.merger, float("inf"), None, most_bytes=most_bytes)
+        self.search = OrderSearch(self.merger, float("inf"), None)
         self.problem = reading.problem
 
     def order(self, text: str, name: str = "mine", buckets: tuple[tuple[int, ...], ...] = ()) -> OrderCandidate:

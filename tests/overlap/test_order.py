@@ -63,8 +63,6 @@ def test_the_graph_of_the_program_is_ordered_in_place() -> None:
     "change",
     [
         {"options": replace(PLAIN, choose="best")},
-        {"options": replace(PLAIN, orders=(("gather", "uses", "free"), ("gather", "uses", "nothing")))},
-        {"options": replace(PLAIN, orders=(("gather", "uses"),))},
         {"cost": by_name({}, float("nan"))},
         {"cap": 1},
     ],
@@ -76,61 +74,6 @@ def test_an_error_leaves_the_graph_as_it_is(change: dict[str, object]) -> None:
     with pytest.raises(MeshweaveError):
         order_program(program, costs_of(given["cost"]), given["cap"], given["options"])  # type: ignore[arg-type]
     assert str(after.graph) == str(hidden().graph)
-
-
-def test_errors_of_an_order_have_its_number_and_the_name() -> None:
-    good = ("gather", "free", "uses")
-    with pytest.raises(MeshweaveError, match="order 1 has a name that is not in the graph") as error:
-        ordered(hidden(), replace(PLAIN, orders=(good, ("gather", "nothing"))))
-    assert error.value.got == "nothing"
-    with pytest.raises(MeshweaveError, match="order 0 is not an order of the graph") as error:
-        ordered(hidden(), replace(PLAIN, orders=(("uses", "free"), good)))
-    assert error.value.got == "the wait for gather comes before its start"
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("gather", "uses", "free"),
-        ("gather", "full", "uses", "free"),
-        ("x", "y", "gather", "full", "uses", "free", "output"),
-    ],
-)
-def test_an_order_is_judged_with_its_waits_or_without(names: tuple[str, ...]) -> None:
-    _, report = ordered(hidden(), replace(PLAIN, orders=(names,)))
-    (row,) = (row for row in report.candidates if row.name == "order 0 handed in")
-    assert row.seconds[0][1] == 5.0
-
-
-def test_a_wait_of_an_order_stands_where_it_was_put() -> None:
-    """Without its waits an order has them as late as possible: here the gather is waited for before the matmul."""
-    early, late = ("gather", "full", "free", "uses"), ("gather", "free", "uses")
-    _, report = ordered(hidden(), replace(PLAIN, orders=(early, late)))
-    seconds = {row.name: row.seconds[0][1] for row in report.candidates}
-    assert (seconds["order 0 handed in"], seconds["order 1 handed in"]) == (5.0, 3.0)
-
-
-def waited_twice() -> fx.GraphModule:
-    """A collective with two results, each with a wait: the first completes both."""
-    b = Builder()
-    x, y = b.placeholders("x y")
-    both = b.gather("gather", [x, y])
-    full, again = (b.wait(name, b.item(None, both, i)) for i, name in enumerate(("full", "again")))
-    return b.done(b.mm("free", y, y), full, again)
-
-
-@pytest.mark.parametrize(
-    ("names", "seconds"),
-    [
-        (("gather", "full", "free", "again"), 4.0),
-        (("gather", "full", "free"), 4.0),
-        (("gather", "free", "full", "again"), 2.0),
-        (("gather", "again", "free", "full"), 2.0),
-    ],
-)
-def test_of_several_waits_the_first_of_the_graph_counts(names: tuple[str, ...], seconds: float) -> None:
-    _, report = ordered(waited_twice(), replace(PLAIN, orders=(names,)))
-    assert (report.candidates[1].name, report.candidates[1].seconds[0][1]) == ("order 0 handed in", seconds)
 
 
 def test_all_communication_is_scaled_by_the_factor_of_the_options() -> None:
@@ -167,15 +110,6 @@ def test_groups_that_the_caller_names_must_be_known() -> None:
     with pytest.raises(MeshweaveError, match="no group for gather"):
         ordered(hidden(), changed=checked(True))
     assert ordered(hidden(), changed=checked(False))[1].seconds == 3.0
-
-
-def test_releasable_inputs_are_those_of_the_options_if_they_say_so() -> None:
-    """The inputs of the product are free after it, or live to the end beside its result and one more."""
-    b = Builder()
-    x, y = b.placeholders("x y")
-    gm = b.done(b.relu("last", b.relu("second", b.mm("first", x, y))))
-    plain, freed = (ordered(gm, replace(PLAIN, releasable=f), cost=by_name({}, 1.0))[1] for f in (None, lambda n: True))
-    assert (plain.peak_before, freed.peak_before) == (4 * 256, 3 * 256)
 
 
 def two_gathers() -> fx.GraphModule:

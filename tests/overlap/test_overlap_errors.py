@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -229,29 +228,12 @@ def test_a_cap_that_is_none(cap: Any) -> None:
         {"communication_factor": -1.0},
         {"communication_factor": float("nan")},
         {"choose": "best"},
-        {"max_bucket_bytes": -1},
     ],
 )
 def test_options_that_mean_nothing(options: dict[str, Any]) -> None:
     with pytest.raises(MeshweaveError) as info:
         overlap(gathered(), cost=ONE, groups=groups_of(0), options=OverlapOptions(**options))
     assert next(iter(options)) in str(info.value)
-
-
-ORDERS: dict[str, Callable[[list[str]], list[str]]] = {
-    "a name that is none": lambda names: [*names[:-1], "nothing", names[-1]],
-    "a node missing": lambda names: [n for n in names if n != "free"],
-    "a node twice": lambda names: [*names, "free"],
-    "a wait before its start": lambda names: sorted(names, key=lambda n: n == "gather"),
-}
-
-
-@pytest.mark.parametrize("kind", ORDERS)
-def test_an_order_handed_in_that_is_none(kind: str) -> None:
-    gm = gathered()
-    order = tuple(ORDERS[kind]([n.name for n in gm.graph.nodes]))
-    with pytest.raises(MeshweaveError, match=r"nothing|free|gather|full"):
-        overlap(gm, cost=ONE, groups=groups_of(0), options=OverlapOptions(orders=(order,)))
 
 
 def test_figures_of_another_graph() -> None:

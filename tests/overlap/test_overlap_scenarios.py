@@ -614,15 +614,6 @@ def test_the_cap_is_kept_and_costs_what_it_must() -> None:
         assert report.cap_bytes == (before + 512 * 2**20 if cap is None else cap)
 
 
-def test_placeholders_that_may_be_freed_make_room() -> None:
-    gm = prefetchable(layers=3)
-    for can_free in (lambda n: False, lambda n: n.name.startswith("weight")):
-        options = OverlapOptions(bucket=False, releasable=can_free)
-        after, report = overlap(gm, cost=layer_cost(layers=3), groups=groups_of(0), options=options)
-        assert report.peak_before == peak(gm, can_free)
-        assert report.peak_bytes == peak(after, can_free)
-
-
 def test_a_cap_makes_worse_peaks_better() -> None:
     """The input order gathers everything first; the cap asks for less than that, and the order that fits is found."""
     b = Builder()
@@ -638,16 +629,6 @@ def test_a_cap_makes_worse_peaks_better() -> None:
     assert peak(after) <= cap
     # Within the cap two gathered weights may live at once, so the input order's seconds (1 + 4) can be had.
     assert report.seconds == pytest.approx(5)
-
-
-def test_an_order_handed_in_is_never_beaten_by_its_own_absence() -> None:
-    gm = prefetchable()
-    best, report, _ = passed(gm, layer_cost(), options=PLAIN)
-    order = tuple(n.name for n in best.graph.nodes)
-    given = OverlapOptions(bucket=False, orders=(order,))
-    _, again, _ = passed(gm, layer_cost(), options=given)
-    assert again.seconds <= report.seconds
-    assert sum(c.is_chosen for c in again.candidates) == 1
 
 
 @pytest.mark.parametrize("choose", ["regret", "nominal"])

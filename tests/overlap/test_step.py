@@ -225,11 +225,6 @@ def test_the_cap_holds_when_the_step_runs() -> None:
     assert 0.7 * report.peak_bytes < meter.peak <= report.peak_bytes
 
 
-def test_orders_handed_in_are_refused() -> None:
-    with pytest.raises(MeshweaveError, match="orders are not supported"):
-        overlap_role(program().rank, H100, None, mw.OverlapOptions(orders=(("a",),)))
-
-
 def test_a_cap_that_nothing_keeps_names_the_least_and_the_tensors() -> None:
     role = program().rank
     text = role.text()

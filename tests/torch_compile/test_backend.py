@@ -343,7 +343,6 @@ def test_the_key_of_the_cache_covers_what_an_order_depends_on(group: str) -> Non
     assert None not in keys
     assert len(set(keys)) == len(keys)
     assert key(cost=h100) == keys[1]
-    assert key(cost=h100, passes=(Overlap(releasable=lambda node: True),)) is None
     # What may change unseen, and what must be called, is never taken from a cache.
     assert key(cost=seconds) is None
     assert key(cost=h100, report=print) is None

@@ -131,32 +131,23 @@ def optimize(
     and NoOrderError if no variant is under the cap. Default passes leave the roles unchanged instead of the former
     error, and the name of the result gives the reason.
     """
-    if not pipeline.is_default:
-        return _optimized(placed, roles, costs, pipeline, microbatches, progress)
-    try:
-        return _optimized(placed, roles, costs, pipeline, microbatches, progress)
-    except (NoOrderError, VerifyError):
-        raise
-    except MeshweaveError as error:
-        return Optimized(roles=roles, expanded=roles, unscheduled=roles, name=f"{AS_IT_IS}: {error.what}")
-
-
-def _optimized(
-    placed: StepGraph,
-    roles: tuple[RankGraph, ...],
-    costs: Costs,
-    pipeline: Pipeline,
-    microbatches: int,
-    progress: Progress,
-) -> Optimized:
     passes = pipeline.of("written", "ordered")
-    for each_pass in passes:
-        _check_costs(each_pass, roles, costs)
     program = MeshProgram(roles, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
-    chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
-    written, done = chosen.written.roles, chosen.program.roles
+    try:
+        for each_pass in passes:
+            _check_costs(each_pass, roles, costs)
+        chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
+    except MeshweaveError as error:
+        if not pipeline.is_default or isinstance(error, NoOrderError | VerifyError):
+            raise
+        return Optimized(roles=roles, expanded=roles, unscheduled=roles, name=f"{AS_IT_IS}: {error.what}")
     optimized = Optimized(
-        roles=done, expanded=roles, unscheduled=written, reports=chosen.reports, name=chosen.name, variants=variants
+        roles=chosen.program.roles,
+        expanded=roles,
+        unscheduled=chosen.written.roles,
+        reports=chosen.reports,
+        name=chosen.name,
+        variants=variants,
     )
     if optimized.roles is not roles:
         prove(placed, optimized)

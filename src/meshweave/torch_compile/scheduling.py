@@ -150,11 +150,7 @@ class BackendSettings:
 
     def _options_text(self) -> str:
         """The other settings on which decisions depend and all ranks must agree, as text."""
-        passes = tuple(
-            replace(graph_pass, releasable=None) if isinstance(graph_pass, Overlap) else graph_pass
-            for graph_pass in self.passes
-        )
-        return f"memory_cap_bytes={self.memory_cap_bytes}, {passes}"
+        return f"memory_cap_bytes={self.memory_cap_bytes}, {self.passes}"
 
     def key(self) -> str | None:
         """A key of everything that an order depends on besides the graph, for caches of compiled graphs; None if a
@@ -165,8 +161,6 @@ class BackendSettings:
         if not (self.cost is None or isinstance(self.cost, MachineProfile)):
             return None
         if any(not type(graph_pass).__module__.startswith("meshweave.") for graph_pass in self.passes):
-            return None
-        if any(isinstance(graph_pass, Overlap) and graph_pass.releasable for graph_pass in self.passes):
             return None
         parts = [
             package_digest(),  # another version may order differently

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from math import inf, isfinite
-
-from torch import fx
+from dataclasses import dataclass, replace
+from math import isfinite
 
 from meshweave.cost.simulate.clock import Slowdown
 from meshweave.errors import MeshweaveError
 from meshweave.optimize.overlap.bounds import bound_of
 from meshweave.optimize.overlap.explain import collective_rows, exposed_of, merge_rows
 from meshweave.optimize.overlap.merge import Merger
-from meshweave.optimize.overlap.model import Order
 from meshweave.optimize.overlap.play import live_at_peak, peak_of, play, seconds_of
 from meshweave.optimize.overlap.read import Reading
-from meshweave.optimize.overlap.report import INPUT, CandidateRow, Deferred, OverlapReport
+from meshweave.optimize.overlap.report import CandidateRow, Deferred, OverlapReport
 from meshweave.optimize.overlap.scenarios import SCENARIOS
 from meshweave.optimize.overlap.search import OrderCandidate, OrderChoice, OrderSearch, choose
 from meshweave.optimize.overlap.waits import hoist_continuations, sunk_waits, with_waits
@@ -35,22 +31,15 @@ class NoOrderError(MeshweaveError):
 class OverlapOptions:
     """How the pass searches for an order.
 
-    bucket: whether collectives may be merged; max_bucket_bytes: up to how many bytes, at the larger of both ends.
-    communication_factor: factor on all estimates of communication, if they are known to be off.
+    bucket: whether collectives may be merged. communication_factor: factor on all estimates of communication, if they
+    are known to be off.
     choose: "regret" chooses, among orders within 0.15% of the fastest under the nominal costs, that with the least
     worst-case loss over `problem.scenarios`; "nominal" the fastest.
-    orders: orders to compare with, as names of nodes: the result is never slower than any of them. They contain starts
-    and kernels, and optionally waits; views are placed where they are needed.
-    releasable: whether a placeholder's memory is free after its last use. Default: in graphs with placeholders named
-    tangents*, which torch.compile passes to backward, all except primals*; in others none.
     """
 
     bucket: bool = True
-    max_bucket_bytes: float = inf
     communication_factor: float = 1.0
     choose: str = "regret"
-    orders: tuple[tuple[str, ...], ...] = ()
-    releasable: Callable[[fx.Node], bool] | None = field(default=None)
 
     def check(self) -> None:
         if self.choose not in ("regret", "nominal"):
@@ -59,8 +48,6 @@ class OverlapOptions:
             raise MeshweaveError(
                 "communication_factor is not a factor", got=f"{self.communication_factor}", expected="more than 0"
             )
-        if not self.max_bucket_bytes >= 0:
-            raise MeshweaveError("max_bucket_bytes is not a size", got=f"{self.max_bucket_bytes}", expected="0 or more")
 
 
 def cap_of(before: int, memory_cap_bytes: int | None, ceiling: float | None) -> int:
@@ -77,31 +64,28 @@ def decide(
     slowdown: Slowdown | None,
     memory_cap_bytes: int | None,
     options: OverlapOptions,
-    orders: Sequence[tuple[str, Order]] = (),
     notes: tuple[str, ...] = (),
     ceiling: int | None = None,
 ) -> OverlapReport:
-    """Search, choose and write the order into the graph; `orders` are the caller's, by name. Without a cap the default
-    cap applies, but at most `ceiling` bytes if the input order needs no more. Raises MeshweaveError if nothing fits."""
+    """Search, choose and write the order into the graph. Without a cap the default cap applies, but at most `ceiling`
+    bytes if the input order needs no more. Raises MeshweaveError if nothing fits."""
     problem = merger.reading.problem
     before = peak_of(problem, problem.order)
     cap = cap_of(before, memory_cap_bytes, ceiling)
-    known = [(INPUT, problem.order), *orders]
-    search = OrderSearch(merger, cap, slowdown, options.bucket, options.max_bucket_bytes)
-    choice = _search(search, known, options.choose)
+    search = OrderSearch(merger, cap, slowdown, options.bucket)
+    choice = _search(search, options.choose)
     report = _report(choice, search, before, notes)
     rewrite(merger.reading, choice.chosen.merged, choice.chosen.order)
     return report
 
 
-def _search(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> OrderChoice:
+def _search(search: OrderSearch, rule: str) -> OrderChoice:
     """Raises NoOrderError where nothing fits."""
-    candidates = search.run(orders)
+    candidates = search.run()
     if not candidates:
         assert search.least is not None, "it is kept where nothing fits"
         raise _no_order(search.merger.reading, search.least, search.cap)
-    names = {name for name, _ in orders}
-    choice = choose(candidates, search.slowdown, rule, sum(c.name in names for c in candidates))
+    choice = choose(candidates, search.slowdown, rule)
     chosen = _delay_waits(choice.chosen, search.slowdown, search.cap)
     judged = tuple(chosen if c is choice.chosen else c for c in choice.candidates)
     return OrderChoice(chosen, judged, choice.regret)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from torch import fx
 
-from meshweave.errors import MeshweaveError
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.optimize.overlap.decide import OverlapOptions, decide
 from meshweave.optimize.overlap.figures import Agree, fill_prices
 from meshweave.optimize.overlap.merge import Merger
 from meshweave.optimize.overlap.prices import CostModel
-from meshweave.optimize.overlap.read import Reading, read_problem
+from meshweave.optimize.overlap.read import read_problem
 from meshweave.optimize.overlap.report import OverlapReport
-from meshweave.optimize.overlap.waits import with_waits
 
 
 def order_program(
@@ -35,8 +32,6 @@ def order_program(
     """
     options = options or OverlapOptions()
     options.check()
-    if options.releasable is not None:
-        program = replace(program, is_releasable=options.releasable)
     with without_collector():
         reading = read_problem(program, costs.kernel_views(program.graph))
         if program.checks_groups:
@@ -45,9 +40,8 @@ def order_program(
         prices = costs.prices(reading)
         merger = Merger(reading, fill_prices(reading, prices, options.communication_factor, agree))
         _keep_even(merger, program.uneven)
-        orders = [(f"order {k} handed in", order) for k, order in enumerate(_orders(reading, options))]
         ceiling = costs.capacity if program.is_whole else None
-        return decide(merger, costs.slowdown, memory_cap_bytes, options, orders, prices.notes, ceiling)
+        return decide(merger, costs.slowdown, memory_cap_bytes, options, prices.notes, ceiling)
 
 
 @contextmanager
@@ -72,30 +66,3 @@ def _keep_even(merger: Merger, uneven: Collection[fx.Node]) -> None:
             merger.kinds[key] = able
         else:
             del merger.kinds[key]
-
-
-def _orders(reading: Reading, options: OverlapOptions) -> list[list[int]]:
-    """The caller's orders, as orders of the problem."""
-    problem = reading.problem
-    number: dict[str, int] = {name: i for i, name in enumerate(problem.names)}
-    number |= {wait.name: ~c for c, waits in reading.waits.items() for wait in waits[:1]}
-    known = {node.name for node in reading.graph.nodes}.union(number)
-    orders = []
-    for k, names in enumerate(options.orders):
-        if strange := [name for name in names if name not in known]:
-            raise MeshweaveError(
-                f"order {k} has a name that is not in the graph",
-                got=strange[0],
-                expected="names of the graph's nodes",
-                hint="take them from the graph that the pass gets: [node.name for node in graph.nodes]",
-            )
-        order = with_waits(problem, [number[name] for name in names if name in number])
-        if wrong := problem.check(order):
-            raise MeshweaveError(
-                f"order {k} is not an order of the graph",
-                got=wrong,
-                expected="every op once, after all that it needs",
-                hint="begin with the names in the graph's own order, and move those that may move",
-            )
-        orders.append(order)
-    return orders

@@ -1,4 +1,4 @@
-"""A portfolio of orders and buckets, judged by playing them; it includes the input order and the caller's orders."""
+"""A portfolio of orders and buckets, judged by playing them; it includes the input order."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.outline import Outline
 from meshweave.optimize.overlap.play import peak_of, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
+from meshweave.optimize.overlap.report import INPUT
 from meshweave.optimize.overlap.scenarios import NOMINAL, SCENARIOS, SLOW
 
 # Windows in items, and how gaps are filled: a prefix of this list, as long as the effort allows. A layer of a
@@ -84,7 +85,6 @@ class OrderSearch:
     cap: float
     slowdown: Slowdown | None
     is_bucketing: bool = True
-    most_bytes: float = inf
     is_busy: bool = field(init=False)  # links have about as much work as compute
     room: float = inf  # bytes under which orders are searched now; independent of the cap
     shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
@@ -104,12 +104,10 @@ class OrderSearch:
         """The candidates under the cap."""
         return [c for c in self.judged if c.peak <= self.cap]
 
-    def run(self, orders: Sequence[tuple[str, Order]]) -> list[OrderCandidate]:
-        """All candidates under the cap, the caller's orders first. A search under the cap itself, if nothing else fits,
+    def run(self) -> list[OrderCandidate]:
+        """All candidates under the cap, the input order first. A search under the cap itself, if nothing else fits,
         depends on it, and another cap may not find the same order: `least` is determined before."""
-        for name, order in orders:
-            self.judge(name, self.shape(()), order)
-        usual = self.judged[0].peak
+        usual = self.judge(INPUT, self.shape(()), self.merger.reading.problem.order).peak
         self.seek(usual)
         methods = self.fastest()
         lean = (*methods[:2], *((str(policy), self.shape(()), policy) for policy in _SHORT))
@@ -236,11 +234,10 @@ class OrderSearch:
     def sizes(self) -> tuple[float, ...]:
         """The sizes of buckets to try: few in a large graph whose links have spare time."""
         sizes = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
-        return tuple(sorted({min(size, self.most_bytes) for size in sizes}))
+        return sizes
 
     def sized(self, gathers: float, reductions: float, methods: Sequence[Method] = ()) -> float:
         """Schedule buckets of these sizes, by `methods` or the leading methods; returns the seconds."""
-        gathers, reductions = min(gathers, self.most_bytes), min(reductions, self.most_bytes)
         ramps = (0, 0) if self.is_small else (_RAMP, 0) if self.is_busy else (0, _RAMP)
         buckets = self.merger.buckets(gathers, reductions, *ramps)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
@@ -253,7 +250,7 @@ class OrderSearch:
 
     def why_apart(self, bucket: Bucket, start: int) -> str:
         """Why no tried set of buckets has a start in a bucket."""
-        most = min(max((size for sizes in self.tried for size in sizes), default=0.0), self.most_bytes)
+        most = max((size for sizes in self.tried for size in sizes), default=0.0)
         reason = self.merger.why_apart(bucket, start, most, self.merger.span(start, most))
         return reason or "in every set of buckets that was tried either of them is in another bucket"
 
@@ -316,8 +313,7 @@ class OrderSearch:
             runs = list(dict.fromkeys(of.get(c, (c,)) for c in starts))
             for a, b in pairwise(runs):
                 joined = (*a, *b)
-                size = sum(self.merger.size(c) for c in joined)
-                if size <= self.most_bytes and not self.merger.can_join(joined[:-1], joined[-1]):
+                if not self.merger.can_join(joined[:-1], joined[-1]):
                     yield _sort_buckets([*(x for x in buckets if x not in (a, b)), joined])
         for bucket in buckets:
             for cut in range(1, len(bucket)):
@@ -349,14 +345,14 @@ class OrderChoice:
     regret: float
 
 
-def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule: str, protected: int) -> OrderChoice:
+def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule: str) -> OrderChoice:
     """Among the candidates almost as fast as the fastest under nominal costs, that with the least worst-case regret
     over the scenarios; with `rule` "nominal" the fastest.
 
-    The first `protected` candidates are the caller's orders: the chosen order is never slower than any of them under
-    nominal costs. The fastest of the others are judged under all scenarios (fewer in a large graph), and the fastest
-    where communication takes twice as long.
+    The chosen order is never slower than the input order under nominal costs. The fastest of the others are judged
+    under all scenarios (fewer in a large graph), and the fastest where communication takes twice as long.
     """
+    protected = int(candidates[0].name == INPUT)
     most = 6 if candidates[0].merged.problem.num_items <= _SMALL else 4
     ranked = sorted(candidates[protected:], key=lambda c: (c.seconds[0], c.busy))
     pool = [*candidates[:protected], *_distinct(ranked, most)]
