@@ -102,6 +102,13 @@ def test_a_file_that_cannot_be_imported_names_the_line(tmp_path, text, message):
         ("hf:qwen2", "Qwen2ForCausalLM"),
         ("hf:qwen3", "Qwen3ForCausalLM"),
         ("hf:roberta", "RobertaForMaskedLM"),
+        ("hf:t5", "T5ForConditionalGeneration"),
+        ("hf:bart", "BartForConditionalGeneration"),
+        ("hf:whisper", "WhisperForConditionalGeneration"),
+        ("hf:wav2vec2", "Wav2Vec2ForSequenceClassification"),
+        ("hf:llama?task=SequenceClassification", "LlamaForSequenceClassification"),
+        ("hf:bert?task=TokenClassification", "BertForTokenClassification"),
+        ("hf:bert?task=QuestionAnswering", "BertForQuestionAnswering"),
     ],
 )
 def test_hugging_face_types_are_small_and_train(text, name):
@@ -113,8 +120,9 @@ def test_hugging_face_types_are_small_and_train(text, name):
     value = source.loss(call_model(source.model, source.batch), source.batch)
     value.backward()
     assert torch.isfinite(value.detach())
-    assert source.unit == ("samples" if text == "hf:vit" else "tokens")
-    assert source.tokens_per_batch == (2 if text == "hf:vit" else 64)
+    counts_samples = text in ("hf:vit", "hf:whisper", "hf:wav2vec2")
+    assert source.unit == ("samples" if counts_samples else "tokens")
+    assert source.tokens_per_batch == (2 if counts_samples else 64)
 
 
 def test_special_tokens_lie_within_the_vocabulary():
@@ -143,6 +151,7 @@ def test_meta_allocates_nothing():
     ("text", "message"),
     [
         ("hf:llamma", r"of type 'llamma'[\s\S]*expected: llama"),
+        ("hf:llama?task=Chat", r"no such task[\s\S]*CausalLM"),
         ("hf:llama?hidden_sze=64", r"LlamaConfig has no field 'hidden_sze'[\s\S]*expected: hidden_size"),
         ("hf:llama?hidden_size=65", r"LlamaConfig refuses these values[\s\S]*65"),
         ("hf:llama?hidden_size", r"not a query[\s\S]*field=value"),

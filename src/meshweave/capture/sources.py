@@ -9,10 +9,11 @@ import difflib
 import importlib.util
 import inspect
 import json
+import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -206,11 +207,18 @@ def _raise_at_line(error: Exception, path: str, what: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _ModelFamily:
-    """A family of models: the auto class that creates it, and its batches, from (index, batch, seq, config, seed)."""
+    """A family of models: the auto class that creates it, its batches, from (index, batch, seq, config, seed), and
+    values of its configurations' fields."""
 
     auto_class: str
     mapping: str
     make_batch: Callable[[int, int, int, Any, int], dict[str, Tensor]]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The part after AutoModelFor, which `task=` names."""
+        return self.auto_class.removeprefix("AutoModelFor")
 
 
 def _causal_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
@@ -234,11 +242,76 @@ def _image_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> di
     return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch,), generator=generator)}
 
 
-# The first whose mapping in transformers has the type. Bert-like types have a causal head too, hence the order.
+def _spoken_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
+    """Features of sound, and the text in it."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    sound = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
+    return {"input_features": sound, "labels": text_windows(index, batch, seq, seed) % config.vocab_size}
+
+
+def _sound_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
+    """Sound of `seq` frames, or a spectrogram of the model's length, and its class."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+    is_plain = hasattr(config, "conv_stride")
+    shape = (seq * math.prod(config.conv_stride) + 80,) if is_plain else (config.max_length, config.num_mel_bins)
+    sound = torch.randn(batch, *shape, generator=generator)
+    return {"input_values": sound, "labels": torch.randint(config.num_labels, (batch,), generator=generator)}
+
+
+def _labelled_batch(names: Sequence[str], by_token: bool, limit: str) -> Callable[..., dict[str, Tensor]]:
+    """Batches of text, with labels below a number, of which `limit` is the field ("": the length of the text)."""
+
+    def make(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
+        ids = text_windows(index, batch, seq, seed)
+        labels = (ids if by_token else ids[:, 0]) % (getattr(config, limit) if limit else seq)
+        return {"input_ids": ids % config.vocab_size, **{name: labels.clone() for name in names}}
+
+    return make
+
+
+# The first whose mapping in transformers has the type, unless `task=` names one. Bert-like types have a causal head
+# too, hence the order. In training, transformers skips layers and hides frames by random numbers of Python.
+_WITHOUT_PYTHON = {"layerdrop": 0.0, "mask_time_prob": 0.0, "apply_spec_augment": False}
+_SMALL_SOUND = {"conv_dim": [32] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 _TASKS = (
     _ModelFamily("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _image_batch),
+    _ModelFamily(
+        "AutoModelForSpeechSeq2Seq",
+        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+        _spoken_batch,
+        {**_WITHOUT_PYTHON, "max_source_positions": 32},
+    ),
+    _ModelFamily(
+        "AutoModelForSeq2SeqLM",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+        _causal_batch,
+        {"decoder_start_token_id": 0},
+    ),
     _ModelFamily("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", _masked_batch),
     _ModelFamily("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _causal_batch),
+    _ModelFamily(
+        "AutoModelForAudioClassification",
+        "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+        _sound_batch,
+        {**_WITHOUT_PYTHON, **_SMALL_SOUND},
+    ),
+    _ModelFamily(
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        _labelled_batch(["labels"], False, "num_labels"),
+        {"pad_token_id": 0},
+    ),
+    _ModelFamily(
+        "AutoModelForTokenClassification",
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+        _labelled_batch(["labels"], True, "num_labels"),
+    ),
+    _ModelFamily(
+        "AutoModelForQuestionAnswering",
+        "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+        _labelled_batch(["start_positions", "end_positions"], False, ""),
+        {"num_labels": 2},
+    ),
 )
 _SMALL_IMAGE = 32
 
@@ -260,9 +333,10 @@ def _text() -> Tensor:
 
 def _hugging_face(text: str, batch: int, length: int | None, seed: int, device: str) -> Source:
     model_type, _, query = text.removeprefix("hf:").partition("?")
-    task, chosen = _task_of(model_type), _parse(query, text)
+    chosen = _parse(query, text)
+    task = _task_of(model_type, chosen.pop("task", None))
     seq = _context(model_type, chosen) if length is None else length
-    config = _config(model_type, chosen, seq, text)
+    config = _config(model_type, chosen, seq, text, task.fields)
     with torch.device(device):
         model = _build(task, config, text)
 
@@ -291,20 +365,25 @@ def _transformers() -> Any:
     return transformers
 
 
-def _task_of(model_type: str) -> _ModelFamily:
+def _task_of(model_type: str, name: str | None) -> _ModelFamily:
     _transformers()
     from transformers.models.auto import modeling_auto
 
-    tables = {task.mapping: dict(getattr(modeling_auto, task.mapping)) for task in _TASKS}
-    task = next((task for task in _TASKS if model_type in tables[task.mapping]), None)
+    tasks = [task for task in _TASKS if name in (None, task.name)]
+    if not tasks:
+        known_tasks = ", ".join(task.name for task in _TASKS)
+        raise MeshweaveError("no such task", where=f"hf:{model_type}", got=f"task={name}", expected=known_tasks)
+    tables = {task.mapping: dict(getattr(modeling_auto, task.mapping)) for task in tasks}
+    task = next((task for task in tasks if model_type in tables[task.mapping]), None)
     if task is None:
         known = sorted(set().union(*tables.values()))
         raise MeshweaveError(
-            f"no language or image classification model of type '{model_type}'",
+            f"no model of type '{model_type}' with a loss whose batches are known here",
             where=f"hf:{model_type}",
             got=model_type,
             expected=near_miss(model_type, known),
-            hint="types are those of transformers' AutoConfig, for example llama, gpt2, qwen2, bert, vit",
+            hint="types are those of transformers' AutoConfig, for example llama, gpt2, bert, t5, vit, whisper; else write "
+            "a factory: file.py:factory",
         )
     return task
 
@@ -334,7 +413,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _config(model_type: str, overrides: Mapping[str, Any], seq: int, text: str) -> Any:
+def _config(model_type: str, overrides: Mapping[str, Any], seq: int, text: str, of_task: Mapping[str, Any]) -> Any:
     auto_config = _transformers().AutoConfig
     plain = auto_config.for_model(model_type)
     fields, aliases = set(plain.to_dict()) | {"num_labels"}, dict(type(plain).attribute_map)
@@ -348,15 +427,15 @@ def _config(model_type: str, overrides: Mapping[str, Any], seq: int, text: str) 
                 expected=near_miss(name, sorted(fields | aliases.keys())),
             )
     chosen = {aliases.get(name, name): value for name, value in overrides.items()}
-    for name, value in _small(chosen, aliases, seq).items():
-        field = aliases.get(name, name)
-        if field in fields:
-            chosen.setdefault(field, value)
+    for name, value in {**_small(chosen, aliases, seq), **of_task}.items():
+        key = aliases.get(name, name)
+        if key in fields or name in of_task:
+            chosen.setdefault(key, value)
     vocabulary = chosen.get(aliases.get("vocab_size", "vocab_size"), 0)
-    for field in (f for f in fields if f.endswith("_token_id")):
-        default = chosen.get(field, getattr(plain, field, None))
+    for token in (name for name in fields if name.endswith("_token_id")):
+        default = chosen.get(token, getattr(plain, token, None))
         if isinstance(default, int) and default >= vocabulary > 0:
-            chosen[field] = vocabulary - 1
+            chosen[token] = vocabulary - 1
     try:
         return auto_config.for_model(model_type, **chosen)
     except Exception as error:
@@ -387,6 +466,10 @@ def _small(overrides: Mapping[str, Any], aliases: Mapping[str, str], seq: int) -
 
     hidden, heads = setting("hidden_size", 64), setting("num_attention_heads", 4)
     return {
+        **dict.fromkeys(("num_decoder_layers", "encoder_layers", "decoder_layers"), 2),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), heads),
+        **dict.fromkeys(("d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 2 * hidden),
+        "max_target_positions": max(seq, 128),
         "hidden_size": hidden,
         "num_hidden_layers": 2,
         "num_attention_heads": heads,
