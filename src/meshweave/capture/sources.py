@@ -382,7 +382,7 @@ def _task_of(model_type: str, name: str | None) -> _ModelFamily:
             where=f"hf:{model_type}",
             got=model_type,
             expected=near_miss(model_type, known),
-            hint="types are those of transformers' AutoConfig, for example llama, gpt2, bert, t5, vit, whisper; else write "
+            hint="types are those of transformers' AutoConfig, such as llama, gpt2, bert, t5, vit, whisper; else write "
             "a factory: file.py:factory",
         )
     return task
