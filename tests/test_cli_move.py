@@ -30,17 +30,15 @@ def test_the_plan_and_its_bound():
 
 
 def test_the_same_as_json():
-    result = call("[{}, {}] partial(sum: a,b)", "[{}, {}]", *LARGE, "--alternatives", 2, "--json")
+    result = call("[{}, {}] partial(sum: a,b)", "[{}, {}]", *LARGE, "--json")
     assert result.exit_code == 0, result.output
     assert len(result.stdout.splitlines()) == 1, "everything else goes to stderr"
     held = answer(result)
-    assert (held["command"], held["ok"], held["order"], held["numerics"]) == ("move", True, "sound", "reassociates")
+    assert (held["command"], held["ok"], held["numerics"]) == ("move", True, "reassociates")
     assert held["seconds"] == pytest.approx(sum(step["seconds"] for step in held["steps"]))
     assert held["bytes_received"] == sum(step["bytes_received"] for step in held["steps"])
     assert 0 < held["lower_bound_seconds"] <= held["seconds"]
     assert held["steps"][-1]["target"] == "[{}, {}]"
-    assert 1 <= len(held["alternatives"]) <= 2
-    assert all(other["why"] and other["peak_bytes"] > 0 for other in held["alternatives"])
 
 
 def test_nothing_to_do():
@@ -72,12 +70,9 @@ def test_one_bandwidth_for_all_axes():
     assert usual["seconds"] == pytest.approx(10e-6 + 128 / 50e9)
 
 
-def test_dtype_and_order_and_cap_are_heeded():
+def test_dtype_and_cap_are_heeded():
     arguments = ("[{}, {}] partial(sum: a)", "[{}, {}]", *LARGE, "--dtype", "bfloat16", "--json")
-    plans = [answer(call(*arguments, "--order", order)) for order in ("any", "sound", "strict")]
-    assert [plan["order"] for plan in plans] == ["any", "sound", "strict"]
-    assert plans[0]["seconds"] <= plans[1]["seconds"] <= plans[2]["seconds"]
-    assert all(plan["peak_bytes"] <= 2**26 for plan in plans), "twice a piece of bfloat16"
+    assert answer(call(*arguments))["peak_bytes"] <= 2**26, "twice a piece of bfloat16"
     arguments = ("[{a}, {}]", "[{}, {a}]", "--mesh", "a=4,b=8", "--shape", "64,64", "--json")
     free, capped = answer(call(*arguments)), answer(call(*arguments, "--memory-cap", 5000))
     assert (len(free["steps"]), free["peak_bytes"]) == (1, 8192)
@@ -102,7 +97,6 @@ SMALL = ("--mesh", "a=2", "--shape", "4,4")
         (("[{a}, {}]", "[{}, {}]", "--mesh", "a=2,b=2", "--shape", "4,4", "--profile", "b=1"), "no bandwidth for axis"),
         (("[{a}, {}]", "[{}, {}]", "--mesh", "a=2", "--shape", "4,x"), "not a shape"),
         (("[{a}, {}]", "[{}, {}]", *SMALL, "--dtype", "nn"), "not a dtype"),
-        (("[{a}, {}]", "[{}, {}]", *SMALL, "--order", "odd"), "sound"),
         (("[{a}, {}]", "[{}, {}]", "--mesh", "a=two", "--shape", "4,4"), "name=size"),
         (("[{}, {}] partial(avg: a)", "[{}, {}]", *SMALL, "--dtype", "int64"), "average of integers"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from typer.testing import CliRunner
 import meshweave as mw
 from meshweave.capture.blocks import find_blocks, is_ahead, is_back
 from meshweave.capture.recompute import parameter_forms, recompute
-from meshweave.capture.recompute_check import check_recompute
 from meshweave.capture.step import CaptureOptions, capture
 from meshweave.cli import app
-from meshweave.errors import PlanError, VerifyError
+from meshweave.errors import PlanError
 from meshweave.ir.graph import StepGraph, graph_text, op_name, origin_of, spec_of, tensor_inputs
 from meshweave.ir.traits import VIEWS
 from meshweave.passes import CapturedProgram, Recompute
@@ -116,14 +114,12 @@ def test_the_text_of_two_blocks() -> None:
     assert [origin_of(n).module for n in again(after)] == ["1.0", "1.1", "0.0", "0.1"]
     plain = after.text().replace("_again", "")
     assert all(line in plain for line in before.text().splitlines())
-    check_recompute(before, after)
     assert (kept_bytes(before), kept_bytes(after)) == (128, 64)  # two tanh are gone: 4 x 2 float32 each
 
 
 def test_none_is_the_step_itself() -> None:
     step = captured(nn.Linear(8, 8))
     assert recompute(step, "none") is step
-    check_recompute(step, step, "none")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -143,7 +139,6 @@ def test_full_keeps_what_enters_a_block() -> None:
     kept = [n for n in ahead if any(origin_of(u).phase == "backward" for u in n.users)]
     values = [(of(n), op_name(n.target)) for n in kept if n.target is not aten.permute.default]
     assert values == [("model.layers.0", "aten.add.Tensor"), ("model.layers.1", "aten.add.Tensor")]
-    check_recompute(before, after)
     assert kept_bytes(after) < kept_bytes(before) / 3
     assert again(after)
 
@@ -166,7 +161,6 @@ def test_selective_keeps_sums_over_devices() -> None:
     made = [n for n in again(step) if n.target is aten.mm.default]
     assert [origin_of(n).module.rpartition(".")[2] for n in made] == ["k_proj", "up_proj"] * 2
     assert not [n for n in again(step) if n.target is aten.add.Tensor and origin_of(n).module == "model.layers.1"]
-    check_recompute(llama(), step, "selective", cuts)
     column = recompute(llama(), "selective", {name: (0,) for name in cuts})
     assert column.text() == recompute(llama(), "selective").text()
 
@@ -232,7 +226,6 @@ def test_blocks_are_the_outermost_lists(name: str) -> None:
     assert list(find_blocks(before).names) == expected
     for policy in POLICIES:
         after = recompute(before, policy)
-        check_recompute(before, after, policy)
         assert kept_bytes(after) <= kept_bytes(before)
         assert {find_blocks(before).of(n) for n in again(after)} <= set(expected)
 
@@ -263,112 +256,6 @@ def test_an_unknown_policy_is_refused() -> None:
     assert error.value.expected == "none, pointwise, selective, full"
     with pytest.raises(PlanError, match="not a recomputation policy"):
         recompute(captured(nn.Sequential(Layer(), Layer())), "")
-
-
-# the check
-
-
-def first(step: StepGraph, target: Any) -> fx.Node:
-    return next(n for n in again(step) if n.target is target)
-
-
-def swapped(step: StepGraph) -> str:
-    node = first(step, aten.mm.default)
-    node.args = (next(n for n in step.graph.nodes if n.name == "batch_input"), node.args[1])
-    return f"{node.name} .* does not do what"
-
-
-def another_argument(step: StepGraph) -> str:
-    node = next(n for n in again(step) if n.target is aten.native_layer_norm.default)
-    node.args = (*node.args[:-1], 0.5)
-    return f"{node.name} .* does not do what"
-
-
-def another_op(step: StepGraph) -> str:
-    node = first(step, aten.tanh.default)
-    node.target = aten.sigmoid.default
-    return f"{node.name} .* does another op"
-
-
-def kept_after_all(step: StepGraph) -> str:
-    node = first(step, aten.tanh.default)
-    original = next(n for n in step.graph.nodes if n.name == node.name.removesuffix("_again"))
-    node.replace_all_uses_with(original)
-    step.graph.erase_node(node)
-    for unused in reversed(again(step)):
-        if not unused.users:
-            step.graph.erase_node(unused)
-    return f"{original.name} .* is saved for .*, which policy 'full' does not allow"
-
-
-def in_the_forward_pass(step: StepGraph) -> str:
-    node = first(step, aten.tanh.default)
-    node.meta["origin"] = replace(origin_of(node), phase="forward")
-    return f"{node.name} .* is not a recomputed forward op"
-
-
-def of_another_module(step: StepGraph) -> str:
-    node = first(step, aten.tanh.default)
-    node.meta["origin"] = replace(origin_of(node), module="0.up")
-    return f"{node.name} .* is not a recomputed forward op"
-
-
-def another_output(step: StepGraph) -> str:
-    end = next(iter(reversed(step.graph.nodes)))
-    values = list(end.args[0])
-    values[1], values[2] = values[2], values[1]
-    end.args = (values,)
-    return "output .* does not do what"
-
-
-def dead(step: StepGraph) -> str:
-    node = first(step, aten.tanh.default)
-    with step.graph.inserting_after(node):
-        copy = step.graph.node_copy(node)
-    return f"{copy.name} .* has no use"
-
-
-def of_no_step(step: StepGraph) -> str:
-    node = first(step, aten.tanh.default)
-    node.name = "tanh_of_mine"
-    return "tanh_of_mine .* is not in the step without recomputation"
-
-
-def another_shape(step: StepGraph) -> str:
-    node = first(step, aten.tanh.default)
-    node.meta["spec"] = replace(node.meta["spec"], dtype=torch.float64)
-    return f"{node.name} .* has another spec"
-
-
-def later(step: StepGraph) -> str:
-    """Two independent forward nodes change places."""
-    nodes = [n for n in step.graph.nodes if n.target is aten.permute.default and origin_of(n).phase == "forward"]
-    nodes[1].append(nodes[0])
-    return "reads a later node|stands after"
-
-
-MUTATIONS = [
-    swapped, another_argument, another_op, kept_after_all, in_the_forward_pass, of_another_module, another_output, dead,
-    of_no_step, another_shape, later,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("mutate", MUTATIONS)
-def test_a_wrong_graph_is_caught(mutate: Callable[[StepGraph], str]) -> None:
-    before = captured(nn.Sequential(Layer(), Layer()))
-    after = recompute(before, "full")
-    check_recompute(before, after)
-    message = mutate(after)
-    with pytest.raises(VerifyError, match=message) as error:
-        check_recompute(before, after)
-    assert error.value.what.startswith("recomputation: ")
-
-
-def test_other_names_of_outputs_are_caught() -> None:
-    before = captured(nn.Sequential(Layer(), Layer()))
-    after = recompute(before, "full")
-    with pytest.raises(VerifyError, match="other inputs or outputs"):
-        check_recompute(before, replace(after, outputs=after.outputs[::-1]))
 
 
 # numbers

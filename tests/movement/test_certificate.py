@@ -136,40 +136,6 @@ def test_uneven_pieces_may_need_more_than_the_default_bound() -> None:
         replay(plan_move(source, target, (5,), torch.float32, AlphaBeta()), (5,))
 
 
-# what was not taken
-
-
-def test_alternatives_are_plans_that_cost_more_or_break_a_rule() -> None:
-    for source, target in random.Random(2).sample(list(itertools.product(all_layouts(MESH, 2), repeat=2)), 40):
-        made = plan_move(source, target, LARGE, torch.float32, PROFILE)
-        found = made.alternatives(100)
-        assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-        assert made.steps not in [one.steps for one in found]
-        assert made.alternatives(1) == found[:1]
-        for one in found:
-            assert one.seconds >= made.seconds * (1 - 1e-9) or one.why.startswith(("needs", "replicas"))
-            assert one.peak_bytes <= 2 * made.request.roomy or one.why.startswith("needs")
-
-
-def test_a_faster_plan_that_needs_more_memory_is_shown_with_what_it_needs() -> None:
-    for source, target in itertools.product(all_layouts(Mesh("a=2,b=2"), 2), repeat=2):
-        made = plan_move(source, target, (64, 64), torch.float32, PROFILE, device_bytes=0)
-        for one in made.alternatives(10):
-            if one.why.startswith("needs"):
-                assert one.why == f"needs {one.peak_bytes} bytes on a device"
-                assert one.seconds < made.seconds
-                return
-    raise AssertionError("no pair has one")
-
-
-def test_between_meshes_the_other_ways_are_the_alternatives() -> None:
-    source, target = Layout.parse("[{}]", Mesh("a=2")), Layout.parse("[{}]", Mesh("b=4", devices=[2, 3, 4, 5]))
-    made = plan_move(source, target, (1 << 20,), torch.float32, AlphaBeta(bandwidth={"a": 400e9, "b": 400e9, "l": 5e9}))
-    assert [step.kind for step in made.steps] == ["transfer", "all_gather"]
-    assert [[step.kind for step in one.steps] for one in made.alternatives()] == [["transfer"]]
-    assert "slower" in made.alternatives()[0].why
-
-
 def test_a_negative_size_is_refused() -> None:
     with pytest.raises(LayoutError, match="a size is below 0"):
         plan("[{a}, {}]", "[{}, {}]", shape=(-1, 4))

@@ -21,11 +21,10 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.place.movement.plan import plan_move
 from meshweave.place.movement.replay import replay
-from meshweave.place.movement.search import MoveProblem, Order, cheapest
+from meshweave.place.movement.search import MoveProblem, cheapest
 from meshweave.place.movement.within import MoveSearch, Request
 
 NO_BOUND, LITTLE = 1 << 62, 64 << 20
-ORDERS: tuple[Order, ...] = ("sound", "strict", "any")
 HIERARCHY, FLAT = (50e9, 400e9, 400e9), (50e9, 50e9, 50e9)
 
 
@@ -73,16 +72,16 @@ def optimum(setting: Setting) -> Optimum:
 
 
 @cache
-def table(setting: Setting, order: Order, floor: int | None) -> list[list[float]]:
-    return optimum(setting).table(order, floor).tolist()  # type: ignore[no-any-return]
+def table(setting: Setting, floor: int | None) -> list[list[float]]:
+    return optimum(setting).table("sound", floor).tolist()  # type: ignore[no-any-return]
 
 
-def compare(setting: Setting, pair: tuple[int, int], order: Order, is_bounded: bool) -> None:
+def compare(setting: Setting, pair: tuple[int, int], is_bounded: bool) -> None:
     """The plan takes the seconds of the optimum, does what it should, and does not beat its lower bound."""
     source, target = (setting.layout(optimum(setting).states[i]) for i in pair)
-    best = table(setting, order, LITTLE if is_bounded else None)[pair[0]][pair[1]]
+    best = table(setting, LITTLE if is_bounded else None)[pair[0]][pair[1]]
     cap = None if is_bounded else NO_BOUND
-    made = plan_move(source, target, setting.shape, torch.float32, setting.profile, memory_cap_bytes=cap, order=order)
+    made = plan_move(source, target, setting.shape, torch.float32, setting.profile, memory_cap_bytes=cap)
     if best == inf:  # pieces that are not equal: no plan keeps to twice the larger end, and the least peak is taken
         ends = [4 * torch.Size(layout.local_shape(setting.shape)).numel() for layout in (source, target)]
         assert made.peak_bytes > max(2 * max(ends), LITTLE)
@@ -98,25 +97,24 @@ def test_the_brute_force_by_hand() -> None:
 
 
 @st.composite
-def questions(draw: st.DrawFn) -> tuple[Setting, tuple[int, int], Order, bool]:
+def questions(draw: st.DrawFn) -> tuple[Setting, tuple[int, int], bool]:
     setting = draw(st.sampled_from(NAMED + OTHERS))
     pair = draw(st.tuples(*[st.integers(0, len(optimum(setting).states) - 1)] * 2))
-    return setting, pair, draw(st.sampled_from(ORDERS)), draw(st.booleans())
+    return setting, pair, draw(st.booleans())
 
 
 @given(questions())
-def test_a_sample_of_all_pairs_is_at_the_optimum(question: tuple[Setting, tuple[int, int], Order, bool]) -> None:
+def test_a_sample_of_all_pairs_is_at_the_optimum(question: tuple[Setting, tuple[int, int], bool]) -> None:
     compare(*question)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("setting", NAMED + OTHERS, ids=str)
-def test_all_pairs_are_at_the_optimum(setting: Setting, order: Order) -> None:
+def test_all_pairs_are_at_the_optimum(setting: Setting) -> None:
     for pair in product(range(len(optimum(setting).states)), repeat=2):
-        compare(setting, pair, order, is_bounded=False)
-        compare(setting, pair, order, is_bounded=True)
+        compare(setting, pair, is_bounded=False)
+        compare(setting, pair, is_bounded=True)
 
 
 def test_the_default_bound_makes_nothing_of_a_mebibyte_slower() -> None:
@@ -204,7 +202,7 @@ def test_what_is_not_partial_is_never_summed() -> None:
         profile = AlphaBeta(alpha, {"a": 1.0, "b": 8.0})
         layouts = all_layouts(Mesh("a=2,b=4"), 2)
         for source, target in product([one for one in layouts if not one.partial], layouts):
-            made = plan_move(source, target, shape, torch.float32, profile, order="any")
+            made = plan_move(source, target, shape, torch.float32, profile)
             assert made.numerics == "exact"
 
 
@@ -229,9 +227,8 @@ def without_looking_ahead(problem: MoveProblem) -> MoveProblem:
 PROFILES = [load_profile("h100"), load_profile("a100"), AlphaBeta(bandwidth={"a": 5e9, "b": 5e10, "c": 4e11})]
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: str(profile.name))
-def test_looking_ahead_changes_no_cost(profile: AlphaBeta, order: Order) -> None:
+def test_looking_ahead_changes_no_cost(profile: AlphaBeta) -> None:
     """A* against Dijkstra's algorithm, with even and uneven pieces, units, small and large values, and caps."""
     mesh, rng = Mesh("a=2,b=2,c=4"), random.Random(str(profile))
     layouts = all_layouts(mesh, 2)
@@ -240,7 +237,7 @@ def test_looking_ahead_changes_no_cost(profile: AlphaBeta, order: Order) -> None
         shape = rng.choice([(64, 64), (8192, 8192), (7, 5), (4096, 33)])
         if rng.random() < 0.3:
             source = replace(source, dims=tuple(replace(dim, unit=3) if dim.axes else dim for dim in source.dims))
-        request = Request(source.normalized(shape), target.normalized(shape), shape, torch.float32, profile, order)
+        request = Request(source.normalized(shape), target.normalized(shape), shape, torch.float32, profile)
         problem = MoveSearch.of(request).problem
         for cap in (request.roomy, 1 << 62):
             paths = [cheapest(one, cap) for one in (problem, without_looking_ahead(problem))]

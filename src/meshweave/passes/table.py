@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from meshweave.capture.blocks import has_blocks
 from meshweave.capture.recompute import check_policy, recompute
-from meshweave.capture.recompute_check import check_recompute
 from meshweave.check.same import check_same
 from meshweave.cost.hardware import Costs
 from meshweave.errors import MeshweaveError
@@ -48,9 +47,7 @@ class Recompute(Pass[CapturedProgram]):
     def run(self, program: CapturedProgram, costs: Any) -> tuple[CapturedProgram, tuple[Report, ...]]:
         if self.is_optional and not has_blocks(program.step):
             return program, ()
-        step = recompute(program.step, self.policy, program.cuts)
-        check_recompute(program.step, step, self.policy, program.cuts)
-        return CapturedProgram(step, program.cuts), ()
+        return CapturedProgram(recompute(program.step, self.policy, program.cuts), program.cuts), ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.routes import routes
 from meshweave.place.movement.search import to_ticks
 from meshweave.place.movement.steps import Step
-from meshweave.place.movement.within import Alternative, Request, alternative, no_plan, steps_within
+from meshweave.place.movement.within import Request, no_plan, steps_within
 
 _MANY = 3  # with more free axes than this, only whole sets are tried, in mesh order and in reverse
 
@@ -42,14 +42,6 @@ def steps_across(request: Request) -> tuple[Step, ...]:
         return plans[0]
     least = min(request.peak(steps) for steps in _plans(replace(request, cap=None), best_only=False))
     raise no_plan(request, least)
-
-
-def alternatives_across(request: Request) -> tuple[Alternative, ...]:
-    """The cheapest plan for every other crossing, the cheapest first."""
-    chosen = steps_across(request)
-    best = sum(step.seconds for step in chosen)
-    others = [steps for steps in _plans(request, best_only=False) if steps != chosen]
-    return tuple(alternative(request, steps, "", best) for steps in others)
 
 
 def _plans(request: Request, best_only: bool = True) -> list[tuple[Step, ...]]:

@@ -13,11 +13,10 @@ from meshweave.cost.hardware.alpha_beta import AlphaBeta
 from meshweave.cost.hardware.costs import Costs
 from meshweave.errors import LayoutError
 from meshweave.ir.layout import Layout
-from meshweave.place.movement.across import alternatives_across, steps_across
+from meshweave.place.movement.across import steps_across
 from meshweave.place.movement.bounds import lower_bound_seconds
-from meshweave.place.movement.search import Order
 from meshweave.place.movement.steps import Kind, Step
-from meshweave.place.movement.within import Alternative, Request, alternatives_within, steps_within
+from meshweave.place.movement.within import Request, steps_within
 
 _WORDS: dict[Kind, str] = {
     "slice": "slice",
@@ -42,7 +41,7 @@ class MovePlan:
     `source` and `target` are as the caller wrote them; the steps lead from the normal form of the former to that of the
     latter. `peak_bytes` is the most that the input and output of a step take on a device (without steps: the value
     itself). `numerics` is "exact" when every element keeps its bits, whatever the groups, and "reassociates" when
-    floating sums or an average depend on their order. `order` is the guarantee about reductions: see `plan_move`.
+    floating sums or an average depend on their order.
     """
 
     source: Layout
@@ -52,7 +51,6 @@ class MovePlan:
     bytes_received: float
     peak_bytes: int
     numerics: Literal["exact", "reassociates"]
-    order: Order
     request: Request
 
     @property
@@ -64,12 +62,6 @@ class MovePlan:
     def lower_bound_seconds(self) -> float:
         """Seconds that every plan takes at least under the profile: see `movement.bounds`."""
         return _bound(self.request)
-
-    def alternatives(self, count: int = 3) -> tuple[Alternative, ...]:
-        """Up to `count` rejected plans, the cheapest first, each with the reason. Among them are the cheapest without
-        each of the chosen steps, and plans that would be cheaper but are not order-sound or need more memory.
-        """
-        return _alternatives(self.request)[: max(count, 0)]
 
     def __str__(self) -> str:
         head = f"{self.source} -> {self.target}: "
@@ -120,7 +112,6 @@ def plan_move(
     *,
     memory_cap_bytes: int | None = None,
     device_bytes: int | None = None,
-    order: Order = "sound",
 ) -> MovePlan:
     """The cheapest plan under `profile` among all sequences of steps, each over any set of axes, in any order.
 
@@ -135,27 +126,18 @@ def plan_move(
     parts; and if `source` is partial, other axes may become partial, to be reduced with it. A value that is not partial
     is never summed: such a move is exact.
 
-    `order` "sound": a reduction runs only while every replicated axis was replicated in `source`, so that replicas are
-    equal to the bit if groups that are replicas of each other add in the same order. "strict": a reduction runs only
-    while no axis is replicated, so that every sum is computed in a single place and then copied, and replicas are equal
-    to the bit whatever order a group adds in. "any": neither. Common outermost axes of a dim are not touched. Plans are
-    deterministic and cached.
+    A reduction runs only while every replicated axis was replicated in `source`, so that replicas are equal to the bit
+    if groups that are replicas of each other add in the same order. Common outermost axes of a dim are not touched.
+    Plans are deterministic and cached.
 
     Between two meshes (other devices, or the same in another order or with other axes) the plan has exactly one
     transfer, with steps on the source's mesh before it and on the target's after it; see `movement.across`.
 
     Raises LayoutError for a wrong number of dims, a negative size, reduce ops that do not commute (sum and max of the
     same value that must be reduced), an average of integers, a target that is partial(avg) if the source is not or is
-    on another mesh, an unknown order, and a cap below the least possible peak (which the error names).
+    on another mesh, and a cap below the least possible peak (which the error names).
     """
-    if order not in ("sound", "strict", "any"):
-        raise LayoutError(
-            f"'{order}' is not an order of reductions",
-            where="plan_move",
-            got=repr(order),
-            expected="sound, strict or any",
-        )
-    return _plan(source, target, tuple(map(int, shape)), dtype, profile, memory_cap_bytes, device_bytes, order)
+    return _plan(source, target, tuple(map(int, shape)), dtype, profile, memory_cap_bytes, device_bytes)
 
 
 @lru_cache(maxsize=16384)
@@ -167,14 +149,13 @@ def _plan(
     profile: Costs,
     memory_cap_bytes: int | None,
     device_bytes: int | None,
-    order: Order,
 ) -> MovePlan:
     if any(size < 0 for size in shape):
         raise LayoutError("a size is below 0", where="plan_move", got=str(shape), expected="sizes of 0 or more")
     memory = profile.usable_bytes if device_bytes is None else device_bytes
     room = _LITTLE_BYTES if memory is None else int(memory * _SHARE_OF_MEMORY)
     start, goal = source.normalized(shape), target.normalized(shape)
-    request = Request(start, goal, shape, dtype, profile, order, memory_cap_bytes, room)
+    request = Request(start, goal, shape, dtype, profile, memory_cap_bytes, room)
     steps = steps_within(request) if start.mesh == goal.mesh else steps_across(request)
     inexact = dtype.is_floating_point or dtype.is_complex
     rounds = inexact and any(step.kind == "scale" or step.op == "sum" for step in steps if step.kind != "to_partial")
@@ -186,7 +167,6 @@ def _plan(
         bytes_received=sum((step.bytes_received for step in steps), 0.0),
         peak_bytes=request.peak(steps),
         numerics="reassociates" if rounds else "exact",
-        order=order,
         request=request,
     )
 
@@ -194,9 +174,3 @@ def _plan(
 @lru_cache(maxsize=4096)
 def _bound(request: Request) -> float:
     return lower_bound_seconds(request)
-
-
-@lru_cache(maxsize=1024)
-def _alternatives(request: Request) -> tuple[Alternative, ...]:
-    same = request.source.mesh == request.target.mesh
-    return alternatives_within(request) if same else alternatives_across(request)

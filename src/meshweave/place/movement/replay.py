@@ -15,7 +15,6 @@ from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.layout import Layout
 from meshweave.ir.routes import Routes, routes, routes_within
 from meshweave.place.movement.plan import MovePlan
-from meshweave.place.movement.search import Order
 from meshweave.place.movement.steps import REDUCTIONS, Kind, Step, apply
 from meshweave.replay.communication import Groups, check_messages, embed_pieces, groups_among, join, reduce
 from meshweave.replay.holdings import Holding, check_is, holding_of, keep_first, keep_part, pending_of, scaled
@@ -45,10 +44,9 @@ def replay(plan: MovePlan, shape: Sequence[int], find_routes: FindRoutes = route
     """Raise VerifyError unless the steps take every element from the source's pieces to the target's.
 
     At the end each device must have its piece of the target in order, with every contribution but those along the
-    target's partial axes, and averages scaled. The steps must also respect the order of reductions that the plan
-    claims, and state the layouts that they lead through. Messages (from `find_routes`) must send each device of the
-    target every element of its piece once, from a device that has it: in a transfer complete, in a permute from its own
-    group.
+    target's partial axes, and averages scaled. The steps must also reduce in a sound order, and state the layouts that
+    they lead through. Messages (from `find_routes`) must send each device of the target every element of its piece
+    once, from a device that has it: in a transfer complete, in a permute from its own group.
     """
     shape = tuple(shape)
     source, target = plan.source.normalized(shape), plan.target.normalized(shape)
@@ -63,7 +61,7 @@ def replay(plan: MovePlan, shape: Sequence[int], find_routes: FindRoutes = route
             where = f"step {number}: {step}" + (f", {error.where}" if error.where else "")
             raise VerifyError(error.what, where=where, got=error.got, expected=error.expected) from error
     _check_end(holding, source, target, shape)
-    _check_order(plan.steps, source, plan.order)
+    _check_order(plan.steps, source)
     _check_layouts(plan.steps, source, target, shape)
 
 
@@ -120,11 +118,11 @@ def _check_end(holding: Holding, source: Layout, target: Layout, shape: tuple[in
         ) from error
 
 
-def _check_order(steps: Sequence[Step], source: Layout, order: Order) -> None:
-    """Sound: a reduction runs only while every replicated axis was replicated in the source. Strict: only while no axis
-    is replicated. Any: all of them on the source's mesh. A value that is not partial has no reductions."""
+def _check_order(steps: Sequence[Step], source: Layout) -> None:
+    """A reduction runs on the source's mesh, and only while every replicated axis was replicated in the source. A value
+    that is not partial has no reductions."""
     reductions = [step for step in steps if step.kind in REDUCTIONS]
-    twins = set() if order == "strict" else set(source.replicated_axes)
+    twins = set(source.replicated_axes)
     for step in reductions:
         if step.source.mesh != source.mesh:
             raise VerifyError(
@@ -141,12 +139,12 @@ def _check_order(steps: Sequence[Step], source: Layout, order: Order) -> None:
                 expected="steps that only move data, which keep the sign of -0.0",
             )
         lost = [axis for axis in step.source.replicated_axes if axis not in twins and source.mesh.size(axis) > 1]
-        if lost and order != "any":
+        if lost:
             raise VerifyError(
                 "a reduction runs where replicas would add in different orders",
                 where=str(step),
                 got=f"{', '.join(lost)} replicated before it",
-                expected="no axis replicated" if order == "strict" else f"only axes replicated in {source}",
+                expected=f"only axes replicated in {source}",
             )
 
 

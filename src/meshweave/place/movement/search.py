@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, count
-from typing import Literal
 
 from meshweave.cost.hardware.costs import Costs
 from meshweave.ir.mesh import Mesh
@@ -15,7 +14,6 @@ from meshweave.place.movement.heuristic import Heuristic
 from meshweave.place.movement.space import LOCAL, Edge, Fan, MoveState, Space
 from meshweave.place.movement.steps import Kind
 
-Order = Literal["sound", "strict", "any"]
 Link = tuple[int, Edge]  # the index of the state that a step starts from, and the step
 _TICKS_PER_SECOND = 10**12
 _LENGTHS = 64  # a key is ticks * _LENGTHS + steps: ties go to fewer steps
@@ -55,8 +53,8 @@ class MoveProblem:
     a set per other op, which are never reduced. A value becomes partial over an axis that cuts a dim, or at the very
     end over a replicated axis. Along `replicated` the source is replicated. All are bit sets. In an even space `total`
     is the bytes of the value before any active axis cuts it, else the bytes of an element; `finest` is the bytes of a
-    piece that all active axes cut. `order` says when a reduction may run: "sound", while every replicated axis was
-    replicated in the source; "strict", while none is (and a replicated axis may become partial for it); "any"."""
+    piece that all active axes cut. A reduction runs only
+    while every replicated axis was replicated in the source."""
 
     space: Space
     prices: StepCosts
@@ -68,16 +66,13 @@ class MoveProblem:
     replicated: int
     total: int
     finest: float
-    order: Order = "sound"
     end: int = field(init=False)
     _even: bool = field(init=False)
-    _twins: int = field(init=False)  # axes that may be replicated when a reduction runs
     _all: int = field(init=False)
     heuristic: Heuristic = field(init=False)
 
     def __post_init__(self) -> None:
         self._even = self.space.extents is None
-        self._twins = {"any": -1, "sound": self.replicated, "strict": 0}[self.order]
         self._all = (1 << len(self.space.sizes)) - 1
         self.end = self.space.number(MoveState(self.goal, self.partial | sum(self.added)))
         self.heuristic = Heuristic(
@@ -101,14 +96,8 @@ class MoveProblem:
         partial_axes = state.partial & self.summed
         pending = partial_axes & ~self.partial
         lists = [space.moves(number)]
-        if (
-            partial_axes == state.partial
-            and partial_axes
-            and (self._twins < 0 or not space.replicated(state) & ~self._twins)
-        ):
+        if partial_axes == state.partial and partial_axes and not space.replicated(state) & ~self.replicated:
             lists.append(_within(space.reductions(number), partial_axes, state.partial))
-        if partial_axes and self.order == "strict":
-            lists.append(_within(space.spreads(number), self.summed, self._all))
         if self.summed:
             lists.append(_within(space.pads(number), self.summed, self._all))
         if not pending:
@@ -123,7 +112,7 @@ def _within(fans: list[Fan], mask: int, largest: int) -> list[Fan]:
     return fans if mask == largest else [fan for fan in fans if not fan.mask & ~mask]
 
 
-def cheapest(problem: MoveProblem, cap: float, banned: Container[Link] = ()) -> tuple[Link, ...] | None:
+def cheapest(problem: MoveProblem, cap: float) -> tuple[Link, ...] | None:
     """The cheapest path in which no step's input and output exceed `cap` bytes; None if there is none.
 
     Ties go to fewer steps, then to the first in the order of the space. This is A* with the problem's heuristic."""
@@ -153,7 +142,7 @@ def cheapest(problem: MoveProblem, cap: float, banned: Container[Link] = ()) -> 
             if total >= bound:
                 continue
             for there, edge in ends:
-                if total < best.get(there, bound) and (not banned or (here, edge) not in banned):
+                if total < best.get(there, bound):
                     least = ahead.get(there)
                     if least is None:  # at least one step
                         least = ahead[there] = rest(states[there], places[there]) * _LENGTHS + 1

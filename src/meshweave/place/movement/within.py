@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import inf, prod
+from math import prod
 
 import torch
 
@@ -13,7 +13,7 @@ from meshweave.cost.hardware.costs import Costs
 from meshweave.errors import LayoutError
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.pieces import unit_matters
-from meshweave.place.movement.search import Link, MoveProblem, Order, cheapest, least_peak, step_costs_of, to_ticks
+from meshweave.place.movement.search import Link, MoveProblem, cheapest, least_peak, step_costs_of
 from meshweave.place.movement.space import LOCAL, Axes, Edge, Extent, MoveState, bits, space_of
 from meshweave.place.movement.steps import REDUCTIONS, Step, apply
 
@@ -34,7 +34,6 @@ class Request:
     shape: tuple[int, ...]
     dtype: torch.dtype
     profile: Costs
-    order: Order = "sound"
     cap: int | None = None
     room: int = 0
 
@@ -87,49 +86,6 @@ def steps_within(request: Request) -> tuple[Step, ...]:
     if path is None or (request.cap is not None and request.peak(steps) > request.cap):
         raise no_plan(request, search.least())
     return steps
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A rejected plan, and why."""
-
-    steps: tuple[Step, ...]
-    seconds: float
-    peak_bytes: int
-    why: str
-
-
-def alternatives_within(request: Request) -> tuple[Alternative, ...]:
-    """The cheapest plan without each step of the best plan; the cheapest in any order of reductions and the cheapest
-    without a cap, if these cost less. The cheapest first."""
-    chosen = steps_within(request)
-    best = sum(step.seconds for step in chosen)
-    cap = request.cap if request.cap is not None else request.roomy
-    search = MoveSearch.of(request)
-    path = cheapest(search.problem, cap) or ()
-    reasons = {chosen: ""}
-    for problem, limit in ((search.problem, inf), (replace(search.problem, order="any"), cap)):
-        other = cheapest(problem, limit)
-        steps = search.steps(other) if other is not None else chosen
-        if to_ticks(sum(step.seconds for step in steps)) < to_ticks(best):
-            why = f"needs {request.peak(steps)} bytes on a device" if limit == inf else "replicas would differ in bits"
-            reasons.setdefault(steps, why)
-    for link in path:
-        other = cheapest(search.problem, cap, {link})
-        if other is not None:
-            reasons.setdefault(search.steps(other), "")
-    rows = [alternative(request, steps, why, best) for steps, why in reasons.items() if steps != chosen]
-    return tuple(sorted(rows, key=lambda row: (to_ticks(row.seconds), len(row.steps))))
-
-
-def alternative(request: Request, steps: tuple[Step, ...], why: str, best: float) -> Alternative:
-    """`why` it was rejected; empty: for its cost."""
-    seconds = sum(step.seconds for step in steps)
-    if not why:
-        why = "as cheap" if to_ticks(seconds) == to_ticks(best) else "slower"
-        why += f", {seconds / best:.3g}x" if best and why == "slower" else ""
-        why += ", more steps" if why == "as cheap" else ""
-    return Alternative(steps, seconds, request.peak(steps), why)
 
 
 def no_plan(request: Request, least: int) -> LayoutError:
@@ -245,8 +201,6 @@ class MoveSearch:
             cuts[1] if len(axes) > _MANY_AXES else None,
         )
         replicated = space.replicated(start)
-        if unreduced and request.order == "strict":  # a replicated axis may become partial, then reduced
-            added = [mask & ~replicated for mask in added]
         summed = ((1 << len(axes)) - 1) & ~sum(added) if unreduced else 0
         total = request.dtype.itemsize
         if even:
@@ -263,7 +217,6 @@ class MoveSearch:
             replicated,
             total,
             finest,
-            request.order,
         )
         return MoveSearch(request, ops, axes, kept, tuple(extents), problem)
 
