@@ -1,10 +1,9 @@
-"""Loads profiles from TOML files and checks every figure: errors have file, line and field."""
+"""Loads profiles from TOML files and checks every figure: errors have file and field."""
 
 from __future__ import annotations
 
 import difflib
 import math
-import re
 import tomllib
 import types
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -78,15 +77,15 @@ def parse_profile(text: str, file: str) -> MachineProfile:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise MeshweaveError("the machine profile is not TOML", where=file, got=str(error), expected="TOML") from error
-    reader = _ProfileReader(file, _lines(text))
+    reader = _ProfileReader(file)
     return reader.check(reader.table(MachineProfile, table, ()))
 
 
 class _ProfileReader:
     """Reads the tables of a file into the dataclasses of `schema`."""
 
-    def __init__(self, file: str, lines: dict[Path_, int]) -> None:
-        self.file, self.lines = file, lines
+    def __init__(self, file: str) -> None:
+        self.file = file
 
     def table(self, kind: type[Any], value: object, path: Path_) -> Any:
         if not isinstance(value, dict):
@@ -201,10 +200,7 @@ class _ProfileReader:
         return profile
 
     def wrong(self, what: str, path: Path_, got: str, expected: str, hint: str = "") -> MeshweaveError:
-        line = next((self.lines[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.lines), 1)
-        return MeshweaveError(
-            f"'{_dotted_path(path)}' {what}", where=f"{self.file}, line {line}", got=got, expected=expected, hint=hint
-        )
+        return MeshweaveError(f"'{_dotted_path(path)}' {what}", where=self.file, got=got, expected=expected, hint=hint)
 
 
 def _inner(hint: Any) -> Any:
@@ -220,64 +216,3 @@ def _expected_text(f: Field[Any]) -> str:
 
 def _dotted_path(path: Path_) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-
-
-_STRINGS = re.compile(r'""".*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'', re.DOTALL)
-_HEADER = re.compile(r"\s*(\[\[|\[)\s*([^\]]+?)\s*\]")
-_KEY = re.compile(r"\s*([A-Za-z0-9_.\-\" ']+?)\s*=")
-
-
-def _lines(text: str) -> dict[Path_, int]:
-    """The line of every table, key and row of valid TOML (tomllib does not report them).
-
-    Inline tables have the line of their key. Strings are blanked first, so that brackets and signs in them do not
-    count; a row begins at a second open bracket.
-    """
-    blanked = _STRINGS.sub(lambda m: _blank(m.group()), text)
-    lines: dict[Path_, int] = {(): 1}
-    counts: dict[Path_, int] = {}
-    base: Path_ = ()
-    key: Path_ = ()
-    depth = row = 0
-    for number, raw in enumerate(blanked.split("\n"), 1):
-        line = raw.split("#", 1)[0]
-        if depth == 0 and (header := _HEADER.match(line)):
-            base = _resolve(_parts(header[2]), counts)
-            if header[1] == "[[":
-                counts[base] = counts.get(base, -1) + 1
-                lines.setdefault(base, number)
-                base = (*base, counts[base])
-            lines[base] = number
-            continue
-        if depth == 0 and (match := _KEY.match(line)):
-            key, row = (*base, *_parts(match[1])), 0
-            for n in range(len(base) + 1, len(key) + 1):
-                lines.setdefault(key[:n], number)
-            line = line[match.end() :]
-        for character in line:
-            if character in "[{":
-                depth += 1
-                if character == "[" and depth == 2:
-                    lines.setdefault((*key, row), number)
-                    row += 1
-            depth -= character in "]}"
-    return lines
-
-
-def _blank(string: str) -> str:
-    """A string with structural characters removed; a string that is a bare word (a quoted key) stays."""
-    return string if re.fullmatch(r"[\"'][A-Za-z0-9_\-]*[\"']", string) else re.sub(r"[^\n]", "_", string)
-
-
-def _parts(dotted: str) -> tuple[str, ...]:
-    return tuple(part.strip().strip("\"'") for part in dotted.split("."))
-
-
-def _resolve(parts: tuple[str, ...], counts: dict[Path_, int]) -> Path_:
-    """The path of a header: a table below a list of tables belongs to the last of them."""
-    path: Path_ = ()
-    for i, part in enumerate(parts):
-        path = (*path, part)
-        if path in counts and i < len(parts) - 1:
-            path = (*path, counts[path])
-    return path
