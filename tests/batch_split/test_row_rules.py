@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from meshweave.ir import local_ops
 from meshweave.ir.graph import Spec, spec_of
-from meshweave.optimize.batch_split.row_rule import End, RowRule
+from meshweave.optimize.batch_split.orders import End, RowRule
 from meshweave.optimize.batch_split.row_rules import rule_of
 from meshweave.optimize.decompose.cut import FIXED, Cut, NoCut
 

@@ -11,8 +11,8 @@ from tests.overlap.graphs import ATEN, Builder, assert_same_values
 from torch import fx
 
 from meshweave.errors import VerifyError
+from meshweave.optimize.batch_split.orders import RowRule
 from meshweave.optimize.batch_split.regions import Regions
-from meshweave.optimize.batch_split.row_rule import RowRule
 from meshweave.optimize.batch_split.write import RowWriter
 from meshweave.optimize.decompose.cut import Cut
 

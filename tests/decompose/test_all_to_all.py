@@ -17,7 +17,7 @@ from meshweave.ir.collectives import WAIT, functional, permute
 from meshweave.ir.rank import RankGraph
 from meshweave.optimize.decompose import decompose, prove_rings
 from meshweave.optimize.decompose.algorithms import algorithm
-from meshweave.optimize.decompose.play import MessageCost, play_exchange
+from meshweave.optimize.decompose.price import MessageCost, play_exchange
 
 aten = torch.ops.aten
 EXCHANGE = functional.all_to_all_single.default

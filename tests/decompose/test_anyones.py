@@ -44,7 +44,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import collective_of
 from meshweave.optimize.batch_split import split_batch
 from meshweave.optimize.decompose import DecomposeOptions, DecomposeReport, decompose_graph
-from meshweave.optimize.overlap.figures import CostNumbers
+from meshweave.optimize.overlap.prices import CostNumbers
 
 EXCHANGE = C10D.all_to_all_single.default
 H100 = mw.load_profile("h100")

@@ -10,7 +10,7 @@ from torch import fx
 
 from meshweave.ir import local_ops
 from meshweave.ir.graph import copied_graph
-from meshweave.optimize.decompose.ring_graph import raise_blocks
+from meshweave.optimize.decompose.lower import raise_blocks
 
 Build = Callable[[Builder, fx.Node], fx.Node]
 SPLIT, SIZES, CAT = ATEN.split.Tensor, ATEN.split_with_sizes.default, ATEN.cat.default

@@ -21,7 +21,7 @@ from meshweave.ir.collectives import WAIT, functional, permute
 from meshweave.ir.rank import RankGraph, ring_index
 from meshweave.ir.values import local_values
 from meshweave.optimize.decompose import DecomposeOptions, DecomposeReport, algorithm, decompose, prove_rings
-from meshweave.optimize.decompose.play import MessageCost, play_gather, play_reduce
+from meshweave.optimize.decompose.price import MessageCost, play_gather, play_reduce
 from meshweave.runtime.world import LocalWorld
 
 aten = torch.ops.aten

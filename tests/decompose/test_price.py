@@ -15,8 +15,16 @@ from meshweave.ir.device_program import graph_program
 from meshweave.optimize.decompose.algorithms import algorithm
 from meshweave.optimize.decompose.chains import Shapes
 from meshweave.optimize.decompose.find import gathered, reduced
-from meshweave.optimize.decompose.play import MessageCost, play_gather, play_reduce
-from meshweave.optimize.decompose.price import Estimate, Kernels, RingPrices, gather_estimate, reduce_estimate
+from meshweave.optimize.decompose.price import (
+    Estimate,
+    Kernels,
+    MessageCost,
+    RingPrices,
+    gather_estimate,
+    play_gather,
+    play_reduce,
+    reduce_estimate,
+)
 from meshweave.optimize.decompose.rewrite import RingScheme
 from meshweave.optimize.decompose.writer import Ring
 

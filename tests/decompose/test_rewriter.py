@@ -19,14 +19,13 @@ from meshweave.errors import VerifyError
 from meshweave.ir.collectives import STARTS
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.optimize.decompose import rewriter
-from meshweave.optimize.decompose.algorithms import algorithm
+from meshweave.optimize.decompose.algorithms import DecomposeOptions, algorithm
 from meshweave.optimize.decompose.chains import Downstream
-from meshweave.optimize.decompose.options import DecomposeOptions
+from meshweave.optimize.decompose.lower import ring_graph
 from meshweave.optimize.decompose.price import Estimate
 from meshweave.optimize.decompose.report import DecomposeReport
 from meshweave.optimize.decompose.rewrite import RingScheme
 from meshweave.optimize.decompose.rewriter import RingChoice, by_gain, first, take_apart
-from meshweave.optimize.decompose.ring_graph import ring_graph
 
 N = 3
 GROUPS = {"a": tuple(range(N))}

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from meshweave.errors import MeshweaveError
 from meshweave.ir import local_ops
 from meshweave.optimize.decompose.cut import FIXED, LOOSE
-from meshweave.optimize.decompose.ring_graph import RingGraph, ring_graph
+from meshweave.optimize.decompose.lower import RingGraph, ring_graph
 
 WRITTEN = "accesses memory that is written"
 

@@ -11,10 +11,10 @@ from torch import fx
 
 import meshweave as mw
 from meshweave.ir.collectives import functional
+from meshweave.optimize.decompose.algorithms import DecomposeOptions
 from meshweave.optimize.decompose.graphs import RingCandidate, RingWriter, gaining
-from meshweave.optimize.decompose.options import DecomposeOptions
 from meshweave.optimize.decompose.rewriter import first
-from meshweave.optimize.overlap.figures import CostNumbers
+from meshweave.optimize.overlap.prices import CostNumbers
 
 GROUPS = {"a": (0, 1)}
 OPTIONS = DecomposeOptions(all_gather=("direct", "pipelined"), reduce_scatter=("ring",), num_chunks=(2,))

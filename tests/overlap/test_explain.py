@@ -12,10 +12,9 @@ from torch import fx
 
 from meshweave.ir.device_program import graph_program
 from meshweave.optimize.overlap.explain import collective_rows, exposed_of, merge_rows
-from meshweave.optimize.overlap.figures import fill_prices
 from meshweave.optimize.overlap.merge import Merger
 from meshweave.optimize.overlap.play import play
-from meshweave.optimize.overlap.prices import costs_of
+from meshweave.optimize.overlap.prices import costs_of, fill_prices
 from meshweave.optimize.overlap.read import read_problem
 from meshweave.optimize.overlap.report import CollectiveRow, Merge
 from meshweave.optimize.overlap.search import OrderCandidate, OrderSearch

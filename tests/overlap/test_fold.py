@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tests.overlap.by_hand import Entry, all_orders, communication, kernel, problem_of
 
-from meshweave.optimize.overlap.fold import fold, trivial_fold
 from meshweave.optimize.overlap.model import Problem
+from meshweave.optimize.overlap.outline import fold, trivial_fold
 from meshweave.optimize.overlap.play import peak_of, seconds_of
 from meshweave.optimize.overlap.waits import with_waits
 

@@ -12,11 +12,9 @@ from torch import fx
 
 from meshweave.ir.device_program import graph_program
 from meshweave.ir.graph import copied_graph
-from meshweave.optimize.overlap.figures import fill_prices
-from meshweave.optimize.overlap.merge import Merger
-from meshweave.optimize.overlap.merged import Item, Merged, MergedWriter
+from meshweave.optimize.overlap.merge import Item, Merged, MergedWriter, Merger
 from meshweave.optimize.overlap.model import Order, Problem
-from meshweave.optimize.overlap.prices import costs_of
+from meshweave.optimize.overlap.prices import costs_of, fill_prices
 from meshweave.optimize.overlap.read import read_problem
 from meshweave.optimize.overlap.write_buckets import rewrite
 

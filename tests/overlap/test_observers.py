@@ -9,7 +9,7 @@ from tests.overlap.graphs import ATEN, Builder
 from torch import fx
 
 from meshweave.ir.device_program import graph_program
-from meshweave.optimize.overlap.observers import observed_storages
+from meshweave.optimize.overlap.merge import observed_storages
 
 
 def observed(read: Callable[[Builder, fx.Node], fx.Node]) -> set[str]:

@@ -15,9 +15,8 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.device_program import DeviceProgram, graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.optimize.overlap.decide import OverlapOptions
-from meshweave.optimize.overlap.figures import CostNumbers
 from meshweave.optimize.overlap.order import order_program, without_collector
-from meshweave.optimize.overlap.prices import costs_of
+from meshweave.optimize.overlap.prices import CostNumbers, costs_of
 from meshweave.optimize.overlap.report import OverlapReport
 
 SECONDS = by_name({"gather": 2.0, "free": 2.0, "uses": 1.0})

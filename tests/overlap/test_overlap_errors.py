@@ -13,7 +13,7 @@ from torch import fx
 import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.optimize.overlap import OverlapOptions, overlap
-from meshweave.optimize.overlap.figures import CostNumbers
+from meshweave.optimize.overlap.prices import CostNumbers
 
 ONE = by_name({}, 1.0)
 

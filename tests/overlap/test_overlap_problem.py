@@ -11,9 +11,8 @@ from tests.event_clock import play_by_events
 
 from meshweave.cost.simulate.clock import Times, Work
 from meshweave.optimize.overlap.bounds import bound_of
-from meshweave.optimize.overlap.fold import fold
 from meshweave.optimize.overlap.model import Order, Problem
-from meshweave.optimize.overlap.outline import Outline
+from meshweave.optimize.overlap.outline import Outline, fold
 from meshweave.optimize.overlap.play import live_at_peak, peak_of, play, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
 

@@ -36,7 +36,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import meshweave as mw
 from meshweave.optimize.overlap import OverlapOptions, OverlapReport, overlap
-from meshweave.optimize.overlap.figures import CostNumbers
+from meshweave.optimize.overlap.prices import CostNumbers
 
 PLAIN = OverlapOptions(bucket=False)
 KINDS = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.overlap.by_hand import communication, kernel, problem_of
 
-from meshweave.optimize.overlap.scenarios import NOISE, NOMINAL, SCENARIOS, SLOW
+from meshweave.optimize.overlap.play import NOISE, NOMINAL, SCENARIOS, SLOW
 
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 # 1.5 s of communication beside 1 s of compute, and 1 s of compute after both.

@@ -14,7 +14,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import WAIT, functional
-from meshweave.optimize.overlap.figures import CostNumbers
+from meshweave.optimize.overlap.prices import CostNumbers
 from meshweave.torch_compile.agreement import Agreement, communications, world_agreement
 
 SECONDS = 20.0

@@ -16,7 +16,7 @@ from meshweave.ir.graph import output_node
 from meshweave.optimize.decompose.lower import rewrite_graph
 from meshweave.optimize.overlap import overlap
 from meshweave.optimize.overlap.decide import NoOrderError, OverlapOptions
-from meshweave.optimize.overlap.figures import Agree, CostNumbers, fingerprint
+from meshweave.optimize.overlap.prices import Agree, CostNumbers, fingerprint
 from meshweave.optimize.overlap.read import read_problem
 
 

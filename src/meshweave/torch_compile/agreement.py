@@ -22,7 +22,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.process_groups import default_store, is_in_job, ranks_of_group
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import argument, op_name, place_of
-from meshweave.optimize.overlap.figures import CostNumbers
+from meshweave.optimize.overlap.prices import CostNumbers
 from meshweave.runtime.hub import named
 
 TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes

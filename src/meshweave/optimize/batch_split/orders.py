@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -19,8 +19,32 @@ from torch import fx
 from meshweave.ir.collectives import WAIT, communicates
 from meshweave.ir.graph import argument, is_descending, row_index, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, IDENTITIES, RANK_CHANGES, RESHAPES
-from meshweave.optimize.batch_split.row_rule import End, RowRule
 from meshweave.optimize.decompose.cut import Cut, NoCut, Shape
+
+Combine = Literal["sum", "avg", "max", "min", "same", "chain"]  # "same": equal in all chunks; "chain": see RowRule
+
+
+@dataclass(frozen=True, slots=True)
+class RowRule:
+    """How an op runs chunk by chunk.
+    `operands`: for each tensor operand the cut whose chunk c is used by chunk c, None if it is used whole. `results`:
+    for each result its cut, or how the chunks' results are combined; "chain": the first operand of chunk c + 1 is the
+    result of chunk c. `shape_at`: the argument that is the shape of the result, -1 without; `splits_at`: arguments that
+    are sizes along the cut dim, a single size or a list."""
+
+    operands: tuple[Cut | None, ...]
+    results: tuple[Cut | Combine, ...]
+    shape_at: int = -1
+    splits_at: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Operand or result `index` of an op."""
+
+    is_result: bool
+    index: int
+
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave

@@ -18,8 +18,7 @@ from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
 from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import MATMULS
-from meshweave.optimize.batch_split.orders import Counted, Sorted, needs_chunks
-from meshweave.optimize.batch_split.row_rule import End, RowRule
+from meshweave.optimize.batch_split.orders import Counted, End, RowRule, Sorted, needs_chunks
 from meshweave.optimize.batch_split.row_rules import ATTENTION, fits, rule_of, specs_of
 from meshweave.optimize.decompose.cut import FIXED, Cut, NoCut
 

@@ -18,8 +18,7 @@ from meshweave.ir.traits import RANK_CHANGES, RESHAPES, is_random, names_of
 from meshweave.ops.factors import Dim, Dims, Rule, RuleBuilder
 from meshweave.ops.pieces import AS_IT_IS, OnPiece
 from meshweave.ops.registry import RuleFunction, pointwise, result_specs, row_for
-from meshweave.optimize.batch_split.orders import rule_in_order
-from meshweave.optimize.batch_split.row_rule import Combine, End, RowRule
+from meshweave.optimize.batch_split.orders import Combine, End, RowRule, rule_in_order
 from meshweave.optimize.decompose.cut import FIXED, Cut, NoCut, Op, Shape, kind_of, through_view
 
 aten = torch.ops.aten

@@ -15,9 +15,8 @@ from meshweave.ir.collectives import OURS
 from meshweave.ir.described import val_of_call
 from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
 from meshweave.ir.traits import RESHAPES
-from meshweave.optimize.batch_split.orders import Counted, Sorted
+from meshweave.optimize.batch_split.orders import Counted, RowRule, Sorted
 from meshweave.optimize.batch_split.regions import Regions, is_view
-from meshweave.optimize.batch_split.row_rule import RowRule
 from meshweave.optimize.batch_split.row_rules import PLAIN, PRODUCTS
 from meshweave.optimize.decompose.cut import Cut, memory_order
 from meshweave.optimize.decompose.writer import kept_meta

@@ -1,8 +1,7 @@
 """Collectives decomposed into messages between the chunks of matmuls."""
 
-from meshweave.optimize.decompose.algorithms import ALGORITHMS, Algorithm, RingStep, algorithm, prove
+from meshweave.optimize.decompose.algorithms import ALGORITHMS, Algorithm, DecomposeOptions, RingStep, algorithm, prove
 from meshweave.optimize.decompose.graphs import decompose_graph
-from meshweave.optimize.decompose.options import DecomposeOptions
 from meshweave.optimize.decompose.proof import prove_rings
 from meshweave.optimize.decompose.report import DecomposeReport, RingRow
 from meshweave.optimize.decompose.rewriter import decompose

@@ -17,15 +17,13 @@ from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.errors import MeshweaveError
 from meshweave.interop.process_groups import is_in_job
 from meshweave.ir.graph import copied_module, module_like, op_name
-from meshweave.optimize.decompose.lower import lower
-from meshweave.optimize.decompose.options import DecomposeOptions
+from meshweave.optimize.decompose.algorithms import DecomposeOptions
+from meshweave.optimize.decompose.lower import lower, ring_graph
 from meshweave.optimize.decompose.report import DecomposeReport
 from meshweave.optimize.decompose.rewriter import Pick, RingChoice, by_gain, first, take_apart
-from meshweave.optimize.decompose.ring_graph import ring_graph
 from meshweave.optimize.overlap import OverlapReport, overlap
 from meshweave.optimize.overlap.decide import OverlapOptions
-from meshweave.optimize.overlap.figures import Agree, CostNumbers, fingerprint
-from meshweave.optimize.overlap.prices import Cost
+from meshweave.optimize.overlap.prices import Agree, Cost, CostNumbers, fingerprint
 
 Judge = Callable[[fx.GraphModule], OverlapReport]  # of a graph, in the best order of a short search
 # share of the graph's seconds: collectives that are exposed for less are left, and the candidate must gain as much

@@ -15,12 +15,11 @@ from meshweave.ir.collectives import ALL_GATHER, ALL_TO_ALL
 from meshweave.ir.device_program import DeviceProgram, rewrite_role
 from meshweave.ir.graph import erase_unused, origin_of, place_of, wide_dtype
 from meshweave.ir.rank import RankGraph, operands_of
-from meshweave.optimize.decompose.algorithms import algorithm, prove
+from meshweave.optimize.decompose.algorithms import DecomposeOptions, algorithm, prove
 from meshweave.optimize.decompose.all_to_all import ExchangeRegion, exchanged, is_even, rewrite_deal, rewrite_exchange
 from meshweave.optimize.decompose.chains import Downstream, Shapes, Upstream
 from meshweave.optimize.decompose.cut import kind_of
 from meshweave.optimize.decompose.find import KINDS, after, gathered, hoisted, reduced, starts_of, variants
-from meshweave.optimize.decompose.options import DecomposeOptions
 from meshweave.optimize.decompose.price import (
     Estimate,
     Kernels,

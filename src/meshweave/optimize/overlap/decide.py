@@ -10,10 +10,9 @@ from meshweave.errors import MeshweaveError
 from meshweave.optimize.overlap.bounds import bound_of
 from meshweave.optimize.overlap.explain import collective_rows, exposed_of, merge_rows
 from meshweave.optimize.overlap.merge import Merger
-from meshweave.optimize.overlap.play import live_at_peak, peak_of, play, seconds_of
+from meshweave.optimize.overlap.play import SCENARIOS, live_at_peak, peak_of, play, seconds_of
 from meshweave.optimize.overlap.read import Reading
 from meshweave.optimize.overlap.report import CandidateRow, Deferred, OverlapReport
-from meshweave.optimize.overlap.scenarios import SCENARIOS
 from meshweave.optimize.overlap.search import OrderCandidate, OrderChoice, OrderSearch, choose
 from meshweave.optimize.overlap.waits import hoist_continuations, sunk_waits, with_waits
 from meshweave.optimize.overlap.write_buckets import rewrite

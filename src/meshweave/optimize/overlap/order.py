@@ -1,18 +1,21 @@
-"""From a device program to its order: read, price, decide, write."""
+"""From a device program, or any ATen graph with functional collectives, to its order: read, price, decide, write."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import fx
 
-from meshweave.ir.device_program import DeviceProgram
+from meshweave.cost.hardware.profile import MachineProfile
+from meshweave.interop.gloo import let_gathers_overlap_in
+from meshweave.interop.graphs import lazy_module_like
+from meshweave.ir.device_program import DeviceProgram, graph_program
+from meshweave.ir.graph import copied_graph
 from meshweave.optimize.overlap.decide import OverlapOptions, decide
-from meshweave.optimize.overlap.figures import Agree, fill_prices
 from meshweave.optimize.overlap.merge import Merger
-from meshweave.optimize.overlap.prices import CostModel
+from meshweave.optimize.overlap.prices import Agree, Cost, CostModel, costs_of, fill_prices
 from meshweave.optimize.overlap.read import read_problem
 from meshweave.optimize.overlap.report import OverlapReport
 
@@ -66,3 +69,41 @@ def _keep_even(merger: Merger, uneven: Collection[fx.Node]) -> None:
             merger.kinds[key] = able
         else:
             del merger.kinds[key]
+
+
+def overlap(
+    gm: fx.GraphModule,
+    *,
+    cost: MachineProfile | Cost,
+    memory_cap_bytes: int | None = None,
+    groups: Mapping[str, Sequence[int]] | None = None,
+    options: OverlapOptions | None = None,
+    agree: Agree | None = None,
+) -> tuple[fx.GraphModule, OverlapReport]:
+    """An equivalent graph in which communication runs beside compute, and a report. `gm` is not changed.
+
+    gm: ATen ops and functional collectives with fake tensors in meta["val"]: as torch.compile passes them to its
+        backends, from FSDP, DTensor or by hand, forward, backward or whole steps.
+    cost: a machine profile, which prices collectives on the actual ranks of their groups, or a callable: seconds of a
+        node, `cost(node)`, or `cost(node, num_bytes)` for collectives that do not exist yet, with a rank's operand
+        bytes.
+    memory_cap_bytes: no order has a higher peak of live tensors: placeholders, results, and buffers of communication
+        until its wait. Default: 5% or 512 MiB above the peak of the input order, whichever is more.
+    groups: ranks by group name; default: the groups of torch.distributed.
+    agree: called once with all numbers that the decision depends on; returns those that every rank uses.
+
+    Gathers and values of kernels are equal to the bit; an element of a merged reduction is the sum of the same parts
+    over the same group. The result depends only on the graph and the costs: equal graphs give equal orders, whatever
+    the rank and the names of groups. Once the module runs, all-gathers of CPU tensors in its process use an op of which
+    several may be in flight over Gloo (`interop/gloo.py`).
+    Raises VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used before
+    its wait, and a buffer that is accessed in flight; MeshweaveError for a cost that is not a duration, an unknown
+    group, and when no order is under the cap: it names the least peak found and its tensors.
+    """
+    with without_collector():
+        graph = copied_graph(gm.graph)
+        graph.owning_module = gm
+        report = order_program(graph_program(graph, groups), costs_of(cost), memory_cap_bytes, options, agree)
+    ordered = lazy_module_like(gm, graph)
+    let_gathers_overlap_in(ordered)
+    return ordered, report

@@ -8,15 +8,12 @@ from itertools import pairwise
 from math import inf
 
 from meshweave.cost.simulate.clock import Slowdown
-from meshweave.optimize.overlap.fold import Folded, fold, trivial_fold
-from meshweave.optimize.overlap.merge import Merger
-from meshweave.optimize.overlap.merged import Bucket, Merged
+from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
 from meshweave.optimize.overlap.model import Order, Problem
-from meshweave.optimize.overlap.outline import Outline
-from meshweave.optimize.overlap.play import peak_of, seconds_of
+from meshweave.optimize.overlap.outline import Folded, Outline, fold, trivial_fold
+from meshweave.optimize.overlap.play import NOMINAL, SCENARIOS, SLOW, peak_of, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
 from meshweave.optimize.overlap.report import INPUT
-from meshweave.optimize.overlap.scenarios import NOMINAL, SCENARIOS, SLOW
 
 # Windows in items, and how gaps are filled: a prefix of this list, as long as the effort allows. A layer of a
 # transformer is 60 to 150 items in backward; the best window depends on the ratio of kernels to communications

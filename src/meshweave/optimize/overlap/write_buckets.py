@@ -14,7 +14,7 @@ from meshweave.ir.collectives import WAIT
 from meshweave.ir.described import describe, without_data
 from meshweave.ir.graph import output_node
 from meshweave.ir.values import Value
-from meshweave.optimize.overlap.merged import Merged
+from meshweave.optimize.overlap.merge import Merged
 from meshweave.optimize.overlap.model import Order
 from meshweave.optimize.overlap.read import Reading
 
