@@ -1,5 +1,5 @@
-"""Any graph in the form of the pass (named groups with their ranks, nodes that must not change), and back: lowers rings to
-ATen ops and functional collectives, on the rank that runs them.
+"""Any graph in the form of the pass (named groups with their ranks, nodes that must not change), and back: lowers rings
+to ATen ops and functional collectives, on the rank that runs them.
 
 Indices of devices become numbers, chunks slices, joined chunks a cat. A permute is an all-to-all in which every rank
 sends to a single rank and receives from a single rank (as in torch's permute_tensor), which every backend supports. The

@@ -1,5 +1,5 @@
-"""A problem with kernels folded into their users, and its precomputed properties: longest paths to the end, memory along
-the graph's order."""
+"""A problem with kernels folded into their users, and its precomputed properties: longest paths to the end, memory
+along the graph's order."""
 
 from __future__ import annotations
 
