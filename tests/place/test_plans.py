@@ -312,6 +312,11 @@ def test_a_plan_cannot_ask_for_partial_values() -> None:
 
 def test_a_hugging_face_plan_is_read_from_the_model() -> None:
     assert hf_tp_plan(WithPlan()) == WithPlan._tp_plan
+    wrapper = nn.ModuleDict({"model": WithPlan(1), "teacher": WithPlan(1)})
+    assert hf_tp_plan(wrapper) == {f"{n}.{g}": s for n in wrapper for g, s in WithPlan._tp_plan.items()}
+    assert {n.partition(".")[2]: dims for n, dims in shards(Plan.hf_tp("tp"), wrapper).items()} == shards(
+        Plan.hf_tp("tp"), WithPlan(1)
+    )
     assert shards(Plan.hf_tp("tp"), WithPlan(1)) == {
         "layers.0.up_proj.weight": {"tp": 0},
         "layers.0.up_proj.bias": {"tp": 0},

@@ -14,7 +14,7 @@ from meshweave.errors import MeshError, PlanError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.place.plans import Entry, Plan, Resolved
-from meshweave.place.styles import HF_STYLES, apply_param_style, apply_style, expert_parameters
+from meshweave.place.styles import HF_STYLES, apply_param_style, apply_style, expert_parameters, hugging_face_plan
 
 
 def default_plan(model: nn.Module, mesh: Mesh) -> Plan:
@@ -41,9 +41,8 @@ def batch_axes(mesh: Mesh, plan: Plan | None) -> tuple[str, ...]:
 
 
 def hf_tp_plan(model: nn.Module) -> dict[str, str]:
-    """The tp plan of a Hugging Face model, module glob -> style name; empty if it has none."""
-    plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
-    return dict(plan) if isinstance(plan, Mapping) else {}
+    """The tp plan of a Hugging Face model, or of models in a wrapper; empty if there is none."""
+    return hugging_face_plan(model, "tp_plan", "_tp_plan")
 
 
 def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh) -> Resolved:

@@ -83,10 +83,25 @@ def apply_param_style(resolved: Resolved, model: nn.Module, name: str, style: st
     resolved.shard(name, axis, dims.get(style), where)
 
 
+def hugging_face_plan(model: nn.Module, *attributes: str) -> dict[str, str]:
+    """A plan of a Hugging Face model, glob -> style: that of `model`, or of the outermost modules in it that have one,
+    whose globs then begin with the module's name. `attributes` may have it; the first that does counts."""
+    plans: dict[str, str] = {}
+    owners: list[str] = []
+    for name, module in model.named_modules():
+        candidates = (getattr(module, attribute, None) for attribute in attributes)
+        plan = next((value for value in candidates if value and isinstance(value, Mapping)), None)
+        if plan is not None and not any(f"{name}.".startswith(owner) for owner in owners):
+            prefix = f"{name}." if name else ""
+            owners.append(prefix)
+            plans |= {f"{prefix}{glob}": style for glob, style in plan.items()}
+    return plans
+
+
 def expert_parameters(model: nn.Module) -> dict[str, str]:
     """Parameters stacked over experts on dim 0, and the evidence: the model's own expert plan, or a module named
     `experts` whose parameters all have the same number of rows. Empty for a model without experts."""
-    plan = getattr(model, "ep_plan", None) or {}
+    plan = hugging_face_plan(model, "ep_plan")
     stacked = [glob for glob, style in plan.items() if HF_STYLES.get(style) == "experts"]
     by_name = {
         n: g for n, _ in model.named_parameters() for g in stacked if fnmatchcase(n, g) or fnmatchcase(n, f"*.{g}")
