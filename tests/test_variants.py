@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import hugging_face
-from tests.training import assert_tensors
+from tests.training import assert_tensors, assert_trained_alike, train, train_eagerly
 from torch import Tensor, nn
 
 import meshweave as mw
@@ -288,3 +288,27 @@ def test_what_a_program_compiled_later_cannot_share_is_an_error(row: str) -> Non
     assert detail in str(error.value)
     with pytest.raises(StepError):
         step(rows(4))
+
+
+class Masked(nn.Module):
+    """Its mask may be missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        out = self.inner(x)
+        return out.tanh() if mask is None else out * mask[:, None]
+
+
+@pytest.mark.parametrize("missing", [{}, {"mask": None}])
+def test_an_entry_that_is_not_always_there_has_a_program(missing: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = {"x": torch.randn(4, 4), "y": torch.randn(4, 3)}
+    whole, part = {**plain, "mask": torch.tensor([1.0, 0.0, 1.0, 1.0])}, {**plain, **missing}
+    model = Masked()
+    eager, expected = train_eagerly(model, [whole, part, whole, part])
+    step, losses = train(model, [whole, part, whole, part], "dp=2")
+    assert_trained_alike(step, losses, eager, expected)
+    assert len(step._compiled.variants.all) == 2

@@ -16,7 +16,7 @@ from meshweave.capture.batch import Batch, batch_size, shapes_text
 from meshweave.capture.guards import RECOMPILE, Guards, StepKey, check_entries
 from meshweave.capture.record import Difference
 from meshweave.capture.step import Part
-from meshweave.errors import LayoutError, StepError
+from meshweave.errors import CaptureError, LayoutError, StepError
 from meshweave.ir.graph import Input, Spec, spec_of
 from meshweave.place.row_lookups import row_lookups
 from meshweave.program import Program
@@ -197,7 +197,12 @@ class Variants:
             "compiles for a batch of shape %s%s (program %d of at most %d)",
             shown, f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1, self.limit,
         )  # fmt: skip
-        program = self.build(example, part, accumulate, first.program)
+        try:
+            program = self.build(example, part, accumulate, first.program)
+        except CaptureError:
+            if part != "outputs":
+                check_entries(first.program.contract.batch, batch)  # an entry that is not there may be the reason
+            raise
         settings = replace(first.session.settings, accumulate=accumulate)
         session = Session(program.roles, first.session.world, settings, share=first.session)
         rows, number = rows_check(program, first.session.world), self._num_compiled
@@ -274,14 +279,10 @@ class Variants:
         return batch.rebuild(tensors)
 
     def _is_like_the_example(self, batch: Batch) -> bool:
-        """Whether the batch has the example's entries, dtypes and numbers of dims."""
+        """Whether those of the batch's entries that the example has are of the same dtype and number of dims."""
         tensors = dict(zip(batch.names, batch.tensors, strict=True))
-        return all(
-            item.name in tensors
-            and tensors[item.name].dtype == item.spec.dtype
-            and tensors[item.name].dim() == len(item.spec.shape)
-            for item in self.first.batch
-        )
+        both = [(tensors[item.name], item.spec) for item in self.first.batch if item.name in tensors]
+        return bool(both) and all((t.dtype, t.dim()) == (spec.dtype, len(spec.shape)) for t, spec in both)
 
     def _padded(self, batch: Batch, part: Part, accumulate: int) -> Batch:
         """The batch, padded to the smallest program shapes that contain it if `pad` asks for it."""
