@@ -312,6 +312,46 @@ def test_state_that_a_trace_cannot_follow(make_optimizer: Callable[..., torch.op
         assert float(step(batch)) == pytest.approx(eager(batch), rel=1e-12)
 
 
+class Making(torch.optim.Optimizer):
+    """Scales gradients by a tensor that it makes."""
+
+    def __init__(self, params: Any, scale: Callable[[Tensor], Tensor], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.scale = scale
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(self.scale(p.grad), alpha=group["lr"])
+
+
+MAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "eye": lambda g: torch.eye(g.shape[0], dtype=g.dtype) @ g * 0.5,
+    "arange": lambda g: g * torch.arange(g.shape[-1], dtype=g.dtype),
+    "linspace": lambda g: g * torch.linspace(0.5, 1.0, g.shape[-1], dtype=g.dtype),
+    "tensor": lambda g: g * torch.tensor([0.5, 0.25])[1],
+    "randint": lambda g: g * torch.randint(0, 3, (g.shape[-1],)),
+    "rand_like": lambda g: g * (torch.rand_like(g) < 0.5),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_tensors_that_an_optimizer_makes(name: str) -> None:
+    model = Net().double()
+    twin = copy.deepcopy(model)
+    eager = Eager(twin, Making(twin.parameters(), MAKES[name]), Recipe(loss=mse))
+    optimizer = Making(model.parameters(), MAKES[name])
+    step = mw.compile(model, loss=mse, example=doubles()[0], optimizer=optimizer, mesh="fsdp=2", profile="alpha-beta")
+    for i, batch in enumerate(doubles()[:3]):
+        losses = []
+        for take in (step, eager):
+            torch.manual_seed(i)
+            losses.append(float(take(batch)))
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert_tensors(step.parameters(), {n: p.detach() for n, p in eager.parameters().items()}, 1e-12)
+
+
 @pytest.mark.parametrize("mesh", ["", "fsdp=2"])
 def test_clipping_accumulation_schedules_and_evaluation(mesh: str) -> None:
     step, ours, eager = pair("branching", mesh, clip_grad_norm=0.05, accumulate=2)

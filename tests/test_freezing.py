@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.processes import Job
 from tests.training import assert_tensors, batches, mse
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import meshweave as mw
 from meshweave.errors import StepError
@@ -138,3 +139,48 @@ def test_on_a_cluster_all_ranks_freeze(start: Callable[..., Job]) -> None:
         assert outcome.get("worst", 1.0) < 1e-6, outcome
         assert "ranks make different calls" in outcome["text"], outcome
         assert "which compiles again: parameters were frozen or unfrozen" in outcome["text"]
+
+
+class Bootstrapped(nn.Module):
+    """Learns what its target network, an average of its own weights, says of the next input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.online = nn.Linear(4, 4)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.online(x) - 0.9 * self.target(y) - y).pow(2).mean()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for target, online in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            target.lerp_(online, 0.1)
+
+
+def test_averages_and_target_networks_that_are_written_between_steps() -> None:
+    """The recipes of docs/migrate.md."""
+    data, losses, averages = batches(4, (4, 4), (4, 4)), [], []
+    for is_compiled in (True, False):
+        model = Bootstrapped()
+        optimizer = torch.optim.SGD(model.online.parameters(), lr=0.1)
+        loss = lambda out, batch: out  # noqa: E731
+        step = (
+            mw.compile(model, loss=loss, example=data[0], optimizer=optimizer, mesh="fsdp=2") if is_compiled else None
+        )
+        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for batch in data:
+            if step is None:
+                value = model(**batch)
+                optimizer.zero_grad()
+                value.backward()
+                optimizer.step()
+            else:
+                value = step(batch)
+            losses.append(value.item())
+            model.follow()
+            average.update_parameters(model)
+        averages.append({n: p.detach() for n, p in average.module.named_parameters()})
+    assert losses[:4] == pytest.approx(losses[4:], rel=1e-5)
+    assert_tensors(*averages)
