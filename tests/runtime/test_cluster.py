@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -447,3 +448,11 @@ def test_init_from_env_outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(mw.MeshError, match="not part of a job"):
         init_from_env()
     shutdown()
+
+
+def test_a_rank_that_never_joins_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(mw.MeshError, match=r"did not meet(.|\n)*2 ranks within 1 s"):
+        init_from_env("gloo", timedelta(seconds=1))

@@ -201,7 +201,7 @@ def on_any(world: World, flag: bool) -> bool:
 def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> tuple[int, int]:
     """Join the job of torchrun's environment: NCCL if there is CUDA, else Gloo. Returns rank and world size.
 
-    Raises MeshError without such an environment.
+    Raises MeshError without such an environment, and if not all ranks have joined within `timeout`.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -213,7 +213,17 @@ def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> t
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in chosen:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(chosen, timeout=timeout)
+    try:
+        dist.init_process_group(chosen, timeout=timeout)
+    except RuntimeError as error:
+        raise MeshError(
+            "the ranks of the job did not meet",
+            where=f"rank {os.environ['RANK']} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            got=str(error).splitlines()[0],
+            expected=f"{os.environ['WORLD_SIZE']} ranks within {timeout.total_seconds():g} s",
+            hint="see why a rank is missing; to wait for another time call "
+            "torch.distributed.init_process_group(timeout=...) before compile",
+        ) from error
     return dist.get_rank(), dist.get_world_size()
 
 
