@@ -42,6 +42,7 @@ from meshweave.place.place import place
 from meshweave.place.plans import Plan, Resolved
 from meshweave.place.rates import Rates, rates_of
 from meshweave.place.resolve import check_axes, resolve, usual_stages
+from meshweave.place.row_lookups import check_own_rows
 from meshweave.place.search import choose_tp
 from meshweave.place.sequences import keep_sequences_apart
 from meshweave.place.sums import sum_bytes
@@ -59,11 +60,12 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a step is compiled for: the mesh, the plan (None: the default plan of the mesh's axes), and the costs by
-    which moves are chosen."""
+    which moves are chosen. `own_parts`: of how many ranks the rows of a batch are; 1 if all pass the same."""
 
     mesh: Mesh
     plan: Plan | None
     costs: Costs
+    own_parts: int = 1
 
 
 def move_price(planner: PlanMove) -> Price:
@@ -108,6 +110,8 @@ def build_program(
     resolved = resolve(target.plan, source.model, mesh)
     micro = Batch.of(example).micros(options.accumulate)[0]
     captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options)
+    if target.own_parts > 1:
+        check_own_rows(captured, target.own_parts)
     placing = _PlacementStage(mesh, costs, pipeline.room(costs))
     captured, sequence = _arrange_sequence(verify_step(captured), resolved, placing)
     named = axes_of_operators(captured, mesh)

@@ -26,7 +26,6 @@ from meshweave.passes import Pipeline, Recompute, pass_list, pipeline_of
 from meshweave.passes.options import PassesArgument
 from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
-from meshweave.place.row_lookups import check_own_rows
 from meshweave.program import Program
 from meshweave.runtime.cluster import make_world, numbers_of_all
 from meshweave.runtime.optimizer_state import follow_replaced
@@ -103,18 +102,14 @@ class CompileOptions:
         shapes = {f"shapes[{index}]": shape for index, shape in enumerate(self.shapes)}
         return argument_texts(self.source.model, self.optimizer, {"example batch": self.example, **shapes}, calls, same)
 
-    def build(
-        self, spec: OptimizerSpec | None, target: Target, pipeline: Pipeline, costs_from: str, num_parts: int
-    ) -> Build:
-        """A function that compiles a program for a batch, which is cut into `num_parts` parts."""
+    def build(self, spec: OptimizerSpec | None, target: Target, pipeline: Pipeline, costs_from: str) -> Build:
+        """A function that compiles a program for a batch."""
 
         def build(example: Any, part: Part, count: int, like: Program | None) -> Program:
             options = replace(self.capture, accumulate=count, part=part)
             update = spec if part == "train" else None
             program = build_program(self.source, example, update, target, options, pipeline, self.run.progress, like)
             agree(lambda: program_texts(program.captured, program.roles))
-            if self.batch == "local" and num_parts > 1:
-                check_own_rows(program.captured, num_parts)
             return replace(program, costs=target.costs, costs_from=costs_from)
 
         return build
@@ -150,7 +145,8 @@ class CompileOptions:
             numbers_of_all(world, 0)  # connects them: later a rank that waits learns of the failure of another
             chosen = costs_for(self.profile, world, run.progress)
             pipeline = self.pipeline_on(pipeline, world, chosen.costs)
-            build = self.build(spec, Target(mesh, plan, chosen.costs), pipeline, chosen.origin, shard)
+            target = Target(mesh, plan, chosen.costs, own_parts=shard if self.batch == "local" else 1)
+            build = self.build(spec, target, pipeline, chosen.origin)
             program = build(example, "train", self.capture.accumulate, None)
             note_computed(program.contract.computed)
             run.progress("start")

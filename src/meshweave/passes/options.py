@@ -26,8 +26,8 @@ def pipeline_of(
     """
     listed = pass_list(passes)
     if memory_cap_bytes is not None:
-        if memory_cap_bytes <= 0:
-            raise MeshweaveError("memory_cap_bytes is not a size", got=f"{memory_cap_bytes}", expected="more than 0")
+        if not isinstance(memory_cap_bytes, int) or memory_cap_bytes <= 0:
+            raise MeshweaveError("memory_cap_bytes is not a size", got=repr(memory_cap_bytes), expected="more than 0")
         names = {each_pass.name for each_pass in listed}
         if Overlap.name not in names:
             listed = (*listed, Overlap())
@@ -46,7 +46,7 @@ def pass_list(requested: PassesArgument) -> tuple[Pass[Any], ...]:
     Raises MeshweaveError for an unknown pass or an invalid value of its option.
     """
     if requested is None or isinstance(requested, str):
-        return tuple(_named(requested or "none"))
+        return tuple(_named("none" if requested is None else requested))
     if not isinstance(requested, Sequence) or not all(_is_pass(each_pass) for each_pass in requested):
         raise MeshweaveError(
             "passes is not a list of passes",
