@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from meshweave.capture.step import CaptureOptions, Precision, Substituted, capture, cast_for_eager
 from meshweave.cli import app
-from meshweave.errors import PlanError
+from meshweave.errors import CaptureError, PlanError
 from meshweave.ir.graph import op_name, origin_of, spec_of
 from meshweave.runtime.session import RunOptions
 
@@ -206,3 +206,40 @@ def test_the_command_line_takes_it(tmp_path: Path) -> None:
     wrong = result("run", model, "--dtype", "float64", "--param-dtype", "bfloat16")
     assert wrong.exit_code == 2
     assert "contradict each other" in wrong.output
+
+
+class Normed(nn.Module):
+    """Its norm runs in float32."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 4), norm, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x.bfloat16()).float()).bfloat16()).float()
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(4), lambda: nn.Linear(4, 4)])
+def test_modules_that_keep_their_dtype(norm: Any) -> None:
+    torch.manual_seed(0)
+    model, data = Normed(norm()), batches(3, (4, 4), (4, 4))
+    with pytest.raises(CaptureError, match="different dtypes") as error:
+        train(model, data, precision=Precision(param_dtype=BF16))
+    assert error.value.where.endswith("module 'norm'")
+    assert '"norm": None' in error.value.hint
+    _, losses = train(model, data, "dp=2", precision=Precision(param_dtype={"*": BF16, "norm": None}))
+    cast = copy.deepcopy(model)
+    assert {n for n, p in cast_for_eager(cast, {"*": BF16, "nor*": None}).items() if p.dtype == BF16} == {
+        f"{module}.{kind}" for module in ("up", "down") for kind in ("weight", "bias")
+    }
+    optimizer, expected = sgd(cast.parameters()), []
+    for batch in data:
+        params = cast_for_eager(cast, {"*": BF16, "norm": None})
+        value = mse(torch.func.functional_call(cast, params, (batch["x"],)), batch)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    torch.testing.assert_close(losses, expected, rtol=2 * ROUNDED, atol=0)
+    with pytest.raises(PlanError, match="names no parameter"):
+        train(model, data, precision=Precision(param_dtype={"*": BF16, "norms": None}))

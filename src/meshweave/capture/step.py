@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from meshweave.capture.normalize import Normalizer, normalize
 from meshweave.capture.optimizer_graph import UpdateValue
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
-from meshweave.capture.param_dtype import cast_gradients_early, cast_parameters
+from meshweave.capture.param_dtype import ParamDtype, cast_gradients_early, cast_parameters, dtypes_of
 from meshweave.capture.record import REGISTER, Call, Overwritten, Record, storage_of
 from meshweave.capture.step_inputs import StepValues, by_kind, fake_inputs, rebuilt, state_name, step_inputs
 from meshweave.capture.trace import Provenance, capture_errors, trace
@@ -47,6 +48,8 @@ class Precision:
     autocast: dtype of the forward pass, as `torch.autocast` casts.
     param_dtype: cast floating-point parameters to this dtype before the forward pass. Stored parameters, gradients in
         sums over devices, and optimizer state keep the parameters' own dtype; batch and buffers keep theirs.
+        {"*": torch.bfloat16, "*.norm": None} has exceptions: globs over modules and parameters, of which the last that
+        matches counts; None keeps their own dtype.
     reduce_after_cast: cast to the smaller dtype before a sum over devices instead of after it. This rounds each part.
     accumulate_in: where gradients of microbatches are added up. "whole": unsharded, so that devices reduce them once a
         step but store whole gradients where fsdp stores shards; "shards": reduce-scattered in each microbatch over the
@@ -55,13 +58,13 @@ class Precision:
     """
 
     autocast: torch.dtype | None = None
-    param_dtype: torch.dtype | None = None
+    param_dtype: ParamDtype = None
     reduce_after_cast: bool = False
     accumulate_in: Literal["auto", "whole", "shards"] = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("autocast", "param_dtype"):
-            dtype = getattr(self, name)
+        of_params = self.param_dtype.values() if isinstance(self.param_dtype, Mapping) else (self.param_dtype,)
+        for name, dtype in (("autocast", self.autocast), *(("param_dtype", each) for each in of_params)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise PlanError(f"{name} is not a floating-point dtype", got=str(dtype), expected="torch.bfloat16")
         if self.accumulate_in not in ("auto", "whole", "shards"):
@@ -93,10 +96,16 @@ class CaptureOptions:
     part: Part = "train"
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise PlanError("invalid number of microbatches", got=str(self.accumulate), expected="1 or more")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise PlanError("invalid norm", got=str(self.clip_grad_norm), expected="a number above 0")
+        if not _is_number(self.accumulate, Integral) or self.accumulate < 1:
+            raise PlanError("invalid number of microbatches", got=repr(self.accumulate), expected="1 or more")
+        if self.clip_grad_norm is not None and not (_is_number(self.clip_grad_norm, Real) and self.clip_grad_norm > 0):
+            raise PlanError("invalid norm", got=repr(self.clip_grad_norm), expected="a number above 0")
+        if not _is_number(self.seed, Integral):
+            raise PlanError("the seed is not an integer", where="seed=", got=repr(self.seed), expected="such as 0")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 _FROZEN_AND_ACCUMULATED = (
@@ -125,7 +134,7 @@ class Substituted(nn.Module):
         return torch.func.functional_call(Substituted(model, body), named, ())
 
 
-def cast_for_eager(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def cast_for_eager(model: nn.Module, dtype: ParamDtype) -> dict[str, Tensor]:
     """The parameters of an eager run by name, cast as by `Precision.param_dtype`; empty without a dtype.
 
     Parameters of a smaller dtype are cast, too; those of a float64 run are not, because such a run is meant to be
@@ -133,7 +142,8 @@ def cast_for_eager(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Ten
     """
     if dtype is None or any(p.dtype == torch.float64 for p in model.parameters()):
         return {}
-    return {n: p.to(dtype) for n, p in model.named_parameters() if p.is_floating_point()}
+    params = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
+    return {n: params[n].to(wanted) for n, wanted in dtypes_of(params, dtype).items() if wanted is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,14 @@ _UNINITIALIZED = frozenset(
 )  # fmt: skip
 
 
+_OF_ONE_DTYPE = frozenset(
+    {
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
+        aten.convolution.default, aten.native_layer_norm.default,
+    }
+)  # fmt: skip
+
+
 @lru_cache(1 << 16)
 def _in_backward(origin: Origin) -> Origin:
     return replace(origin, phase="backward")
@@ -246,6 +254,8 @@ class Provenance(GlobalRandom):
             self.tracer.origin = origin
         if self.phase == "update":
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _OF_ONE_DTYPE:
+            self._check_dtypes(func, args)
         with without_functions():
             self.record.before(func, args, kwargs or {}, origin.source)
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -269,6 +279,22 @@ class Provenance(GlobalRandom):
             results = (run_plain(version, types, args, kwargs) for version in versions)  # a decomposition may decline
             result = next(result for result in results if result is not NotImplemented)
         return result if func not in _UNINITIALIZED or isinstance(result, FakeTensor) else result.zero_()
+
+    def _check_dtypes(self, func: Any, args: Any) -> None:
+        """CaptureError for operands for which no device has a kernel: a trace would not notice."""
+        first, *others = (x for x in args if isinstance(x, Tensor) and x.is_floating_point())
+        is_norm = func is aten.native_layer_norm.default  # which takes wider weights
+        if all(x.dtype == first.dtype or (is_norm and x.dtype.itemsize > first.dtype.itemsize) for x in others):
+            return
+        module = self.modules[-1] if self.modules else ""
+        raise CaptureError(
+            "a tensor and the parameters of a module have different dtypes",
+            where=f"{user_line()}, module '{module}'",
+            got=" and ".join(str(x.dtype) for x in (first, *others)),
+            expected="one dtype, as in eager PyTorch",
+            hint="cast the input: x.to(module.weight.dtype), or keep the parameters of this module as they are: "
+            f'mw.Precision(param_dtype={{"*": torch.bfloat16, "{module}": None}})',
+        )
 
     def _value(self, x: Tensor) -> Any:
         if isinstance(x, FakeTensor):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.capture.batch import call_model, split_loss
+from meshweave.capture.param_dtype import ParamDtype
 from meshweave.capture.step import Substituted, cast_for_eager
 from meshweave.capture.step_inputs import state_name
 from meshweave.capture.trace import GlobalRandom
@@ -53,7 +54,7 @@ class Recipe:
     autocast: torch.dtype | None = None
     seed: int = 0
     forward: Callable[[nn.Module, Any], Any] = call_model
-    param_dtype: torch.dtype | None = None
+    param_dtype: ParamDtype = None
 
 
 @dataclass(frozen=True, slots=True)
