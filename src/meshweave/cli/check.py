@@ -57,7 +57,8 @@ def check(screen: Screen, job: CheckOptions) -> int:
     def split(batch: Any) -> list[Any]:
         return Batch.of(batch).micros(job.accumulate)
 
-    autocast, cast = job.precision.autocast, job.precision.param_dtype
+    autocast = job.precision.autocast
+    cast = None if job.param_dtype is None else getattr(torch, job.param_dtype)
     recipe = Recipe(
         loss=source.loss,
         split=split,
