@@ -205,7 +205,7 @@ _UNINITIALIZED = frozenset(
 )  # fmt: skip
 
 
-_OF_ONE_DTYPE = frozenset(
+_EQUAL_DTYPES = frozenset(
     {
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
         aten.convolution.default, aten.native_layer_norm.default,
@@ -254,7 +254,7 @@ class Provenance(GlobalRandom):
             self.tracer.origin = origin
         if self.phase == "update":
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if func in _OF_ONE_DTYPE:
+        if func in _EQUAL_DTYPES:
             self._check_dtypes(func, args)
         with without_functions():
             self.record.before(func, args, kwargs or {}, origin.source)
