@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from tests.batch_split.chunked import BLOCKS, HALVES, Chunked, described, named
+from tests.batch_split.chunked import BLOCKS, HALVES, Chunked
 from tests.overlap.graphs import ATEN, Builder, assert_same_values
 from torch import fx
 
-from meshweave.optimize.batch_split.orders import (
-    Counted,
-    Sorted,
-    counted,
-    counted_before,
-    needs_chunks,
-    numbers_of,
-    sorted_numbers,
-    uncast,
-)
 from meshweave.optimize.decompose.cut import Cut
 
 ROWS, EXPERTS = 8, 3
@@ -163,18 +153,6 @@ def test_a_sort_whose_order_is_needed_whole_stays_whole(kind: str, cut: Cut) -> 
     assert_same_values(chunked.before, chunked.written())
 
 
-def test_what_is_cut_after_a_sort_has_its_order() -> None:
-    cuts = {node.name: cut for node, cut in Chunked(there_and_back, BLOCKS, seed="scores").regions.cuts.items()}
-    sort = cuts["rows"].order  # type: ignore[attr-defined]
-    assert sort.name == "sort"
-    assert cuts["at"] == Sorted(0, 2, 2, sort, (None, ROWS))
-    assert cuts["rows"] == cuts["relu"] == cuts["sorted_ids"] == Sorted(0, 2, 2, sort)
-    assert cuts["inverse"] == Sorted(0, 2, 2, None, (sort, ROWS))
-    assert cuts["back"] == cuts["plus"] == BLOCKS
-    assert cuts["inverse"].sorts == {sort}  # type: ignore[attr-defined]
-    assert [needs_chunks(cut) for cut in (None, BLOCKS, cuts["rows"], Counted(0, 1, 2))] == [False, False, True, True]
-
-
 # numbers, and how many of each there are
 
 
@@ -195,22 +173,3 @@ def numbers(b: Builder) -> list[fx.Node]:
     last = b.item("descending", down, 0)
     again = b.call("view", ATEN.view.default, cast(b, "to_int", ordered, torch.int32), [ROWS])
     return [beyond, wrong, ends, small, half, rounded, last, again, at]
-
-
-COUNTED = {"counts": "wide", "histogram": "float_ids", "beyond": None, "wrong": None, "ends": None, "at": None}
-BEFORE = {"ends": "wide", "small": "float_ids", "rounded": None, "counts": None, "sorted_ids": None}
-IN_ORDER = {"sorted_ids": "ids", "descending": None, "at": None, "ids": None}
-OF = {"sorted_ids": "ids", "view": "ids", "to_int": "ids", "at": "at", "ids": "ids", "half": "half"}
-UNCAST = {"small": "ends_of_histogram", "float_ids": "ids", "ids": "ids", "half": "histogram"}
-
-
-@pytest.mark.parametrize(
-    ("find", "table"),
-    [(counted, COUNTED), (counted_before, BEFORE), (sorted_numbers, IN_ORDER), (numbers_of, OF), (uncast, UNCAST)],
-)
-def test_numbers(find: Callable[[fx.Node], fx.Node | None], table: dict[str, str | None]) -> None:
-    """By value the numbers that it counts, has in order, or consists of; None for others."""
-    gm = described(numbers)
-    results = {name: find(named(gm, name)) for name in table}
-    assert {name: node and node.name for name, node in results.items()} == table
-    assert uncast(named(gm, "half"), {torch.float32}) is named(gm, "half")

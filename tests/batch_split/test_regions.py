@@ -8,10 +8,8 @@ from tests.batch_split.chunked import BLOCKS, HALVES, Build, Chunked, described,
 from tests.overlap.graphs import ATEN, Builder, assert_same_values
 from torch import fx
 
-from meshweave.optimize.batch_split.regions import regions, work_of
+from meshweave.optimize.batch_split.regions import regions
 from meshweave.optimize.decompose.cut import FIXED, Cut
-
-OPS, QKV = ("product", "relu"), (("q", 5), ("k", 7), ("v", 7))
 
 
 def chain(b: Builder) -> list[fx.Node]:
@@ -120,14 +118,6 @@ def apart(b: Builder) -> list[fx.Node]:
     return [b.relu(f"relu_{v.name}", b.mm(f"product_{v.name}", v, w)) for v in (x, y)]
 
 
-@pytest.mark.parametrize(
-    ("seeds", "split"),
-    [("x", ["product_x", "relu_x"]), ("y", ["product_y", "relu_y"]), ("xy", [f"{op}_{v}" for v in "xy" for op in OPS])],
-)
-def test_rows_of_all_seeds_are_cut(seeds: str, split: list[str]) -> None:
-    assert sorted(names_of(described(apart), *seeds)[0]) == sorted(split)
-
-
 def test_rows_of_other_chunks_are_not_combined() -> None:
     """Of one operand a chunk is a half, of the other a part of each block."""
 
@@ -201,45 +191,3 @@ def test_a_result_with_gaps_in_memory_is_not_joined() -> None:
     assert names_of(gm, "x")[1]["product"] == "its result has gaps in memory"
     product_node.meta["val"] = torch.empty_strided((8, 6), (1, 8), device="meta")
     assert names_of(gm, "x") == (["product", "alone", "relu", "plus"], {})
-
-
-# x [2, 3, 4] and [2, 4, 5], and so on: multiplications by hand.
-WORK = {
-    "mm": (lambda b: b.mm("op", b.placeholder("x", (3, 4)), b.placeholder("y", (4, 5))), 3 * 4 * 5),
-    "bmm": (
-        lambda b: b.call("op", ATEN.bmm.default, b.placeholder("x", (2, 3, 4)), b.placeholder("y", (2, 4, 5))),
-        2 * 3 * 4 * 5,
-    ),
-    "addmm": (
-        lambda b: b.call(
-            "op", ATEN.addmm.default, b.placeholder("b", (5,)), b.placeholder("x", (3, 4)), b.placeholder("y", (4, 5))
-        ),
-        3 * 4 * 5,
-    ),
-    "attention": (  # every query with every key, and the values
-        lambda b: b.call(
-            "op",
-            torch.ops.meshweave.attention.default,
-            *(b.placeholder(n, (2, 3, s, 8)) for n, s in QKV),
-            None,
-            False,
-            1.0,
-        ),
-        2 * (2 * 3 * 5 * 8) * 7,
-    ),
-    "an elementwise op": (lambda b: b.relu("op", b.placeholder("x", (3, 4))), 0),
-}
-
-
-@pytest.mark.parametrize("name", WORK)
-def test_work_is_counted_in_multiplications(name: str) -> None:
-    build, expected = WORK[name]
-    gm = described(lambda b: [build(b)])
-    assert work_of(named(gm, "op")) == expected
-    assert work_of(next(iter(gm.graph.nodes))) == 0
-
-
-def test_the_work_of_a_region_is_that_of_its_ops() -> None:
-    cut = Chunked(around("all_gather_into_tensor")).regions
-    assert (cut.work, cut.num_collectives) == (8 * 4 * 6, 1)
-    assert Chunked(trailing).regions.work == 0

@@ -222,11 +222,6 @@ def test_an_empty_report_proves_nothing():
     assert not NumericsReport(mesh="dp=2", num_steps=1, bounds=Bounds(), losses={}, errors=()).ok
 
 
-def test_bounds_widen_with_the_unit_of_rounding():
-    assert Bounds.under(None) == Bounds(1e-6, 1e-5)
-    assert Bounds.under(torch.bfloat16).tensor == pytest.approx(1e-5 * 2**16)
-
-
 def test_errors_sort_by_failure_then_by_error():
     good = TensorError(run="mesh", reference="one device", kind="state", name="a", error=1e-6, bound=1e-5)
     bad, excused = replace(good, name="b", error=1.0), replace(good, name="c", error=2.0, rounding=1.0)

@@ -15,7 +15,6 @@ from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.collectives import functional
 from meshweave.optimize.decompose.algorithms import ALGORITHMS, Algorithm, Index, RingStep, algorithm, prove
 
-BY_NAME = {str(row): row for row in ALGORITHMS}
 MESHES = ["d=4", "a=2,d=3", "d=3,a=2", "a=2,d=2,b=2", "a=3,d=1"]
 rows = pytest.mark.parametrize("row", ALGORITHMS, ids=str)
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from tests.overlap.graphs import (
     ATEN,
     C10D,
-    CONVERT,
     STARTS,
     WAIT,
     Builder,
@@ -152,19 +151,6 @@ def test_a_matmul_before_an_all_reduce(n: int) -> None:
     assert count(made, C10D.all_reduce.default) == 2
 
 
-def test_parts_in_place_of_a_ring() -> None:
-    made = check(gather_matmul(2), one_group(2), always(all_gather="pipelined"))[0]
-    assert count(made, C10D.all_gather_into_tensor.default) == 2
-    assert count(made, EXCHANGE) == 0
-
-
-def test_a_group_of_one() -> None:
-    made, report = on_every_rank(gather_matmul(1), one_group(1))[0]
-    assert report.num_taken == 0
-    assert report.rows[0].reason == "its group has one device: nothing moves"
-    assert count(made, C10D.all_gather_into_tensor.default) == 1
-
-
 def test_groups_of_a_larger_mesh_and_one_with_ranks_in_another_order() -> None:
     mesh: Mesh = {"a": ((0, 1), (3, 2)), "b": ((0, 2), (1, 3))}
     b = Builder(mesh)
@@ -180,18 +166,6 @@ def test_groups_of_a_larger_mesh_and_one_with_ranks_in_another_order() -> None:
         ([4, 0], [4, 0], "a"),
         ([4, 0], [4, 0], "b"),
     ]
-
-
-def test_weights_and_what_others_read_of_the_gathered_value() -> None:
-    """The right operand is gathered; the gathered value is an output, transposed, too."""
-    n = 3
-    b = Builder(one_group(n))
-    x, w = b.placeholder("x", (6, 8)), b.placeholder("w", (2, 8))
-    full = b.wait("full", b.gather("gather", b.call("narrow", CONVERT, w, torch.float32), "g"))
-    turned = b.call("turned", ATEN.t.default, full)
-    gm = b.done(b.mm("product", x, turned), turned)
-    made = check(gm, one_group(n))[0]
-    assert shapes(made, ATEN.mm.default) == [(6, 2)] * n
 
 
 def test_a_weight_that_is_gathered_later_is_gathered_before_the_ring() -> None:
@@ -254,21 +228,6 @@ def test_random_numbers_stay_where_they_are() -> None:
     _, report = on_every_rank(gm, one_group(2))[0]
     assert report.num_taken == 0
     assert report.rows[0].reason == "noisy, an operand of product, is computed later"
-
-
-def test_what_has_no_matmul_or_is_no_sum() -> None:
-    b = Builder(one_group(2))
-    x, w = b.placeholder("x", (4, 8)), b.placeholder("w", (8, 6))
-    full = b.wait("full", b.gather("gather", x, "g"))
-    most = b.wait("most", b.scatter("scatter", b.mm("product", x, w), "g", "max"))
-    gm = b.done(b.relu("h", full), most)
-    made, report = on_every_rank(gm, one_group(2), always(reduce_scatter="direct"))[0]
-    assert [row.reason for row in report.rows] == [
-        "no matmul is beside it",
-        "a max cannot be decomposed into messages",
-    ]
-    assert "decomposed" in str(report)
-    assert made.graph.python_code("self").src == gm.graph.python_code("self").src
 
 
 # DTensor
@@ -401,16 +360,6 @@ def test_nothing_is_done_where_it_does_not_gain() -> None:
         made, report = decompose_graph(chain(), cost=cost, groups={"g": range(4)}, rank=0)
         assert report.num_taken == 0
         assert count(made, EXCHANGE) == 0
-
-
-def test_a_profile_says_which_way() -> None:
-    gm, groups = chain(), {"g": range(4)}
-    made, report = decompose_graph(gm, cost=H100, groups=groups, rank=0)
-    before, after = (mw.overlap(g, cost=H100, groups=groups)[1].seconds for g in (gm, made))
-    assert after <= before
-    for row in report.rows:
-        assert row.is_taken or row.reason
-        assert row.seconds_before > 0
 
 
 def test_a_permute_is_priced_as_one_message() -> None:

@@ -120,12 +120,13 @@ def test_column_and_row_parallel_linears_forward_and_backward(name: str, n: int,
         pytest.param("fsdp=2", None, 10, marks=pytest.mark.slow),
         pytest.param("pp=2,tp=2", None, 0, marks=pytest.mark.slow),
         pytest.param("dp=2,tp=4", SEQUENCE + Plan.dp("dp"), 10, marks=pytest.mark.slow),
-        ("fsdp=2,tp=2", SEQUENCE + Plan.fsdp("fsdp"), 20),
+        ("fsdp=2,tp=2", SEQUENCE + Plan.fsdp("fsdp"), 10),
     ],
 )
 def test_models_give_the_same(mesh: str, plan: Plan | None, least: int) -> None:
     """All outputs of a Llama's step, by a runtime that knows nothing of rings but what each op means."""
-    model, batch, loss = hugging_face("llama", batch=4, heads=4)
+    layers = 1 if mesh == "fsdp=2,tp=2" else 2
+    model, batch, loss = hugging_face("llama", batch=4, heads=4, layers=layers)
     roles = mw.compile(model, loss=loss, example=batch, mesh=mesh, plan=plan).program.roles
     full = inputs_of(roles)
     expected = run_devices(roles, full)
@@ -150,11 +151,11 @@ def test_uneven_pieces_are_left_with_a_reason() -> None:
 
 def test_gathers_of_one_value_are_shared() -> None:
     """With one sequence the planner gathers q's, k's and v's views apart: one ring serves all three."""
-    model, batch, loss = hugging_face("llama", batch=1, heads=4)
+    model, batch, loss = hugging_face("llama", batch=1, heads=4, layers=1)
     (role,) = mw.compile(model, loss=loss, example=batch, mesh="tp=2", plan=SEQUENCE).program.roles
     made, report = decompose(role, None, ALWAYS)
     shared = [row for row in report.rows if row.scheme == "shared"]
-    assert len(shared) > 4
+    assert len(shared) > 2
     assert all(row.is_taken and "gathers the same" in row.reason for row in shared)
     _, apart = decompose(role, None, replace(ALWAYS, share=False))
     assert not any(row.scheme == "shared" for row in apart.rows)

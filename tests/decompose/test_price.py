@@ -120,16 +120,6 @@ def test_work_between_start_and_wait_hides_the_collective_but_for_the_processors
         assert (estimate.hidden, estimate.before) == (seconds, before)
 
 
-def test_compute_between_two_nodes_is_that_of_the_kernels_inside() -> None:
-    kernels = [(float(i), 2.0**i) for i in range(6)]
-    priced = Priced(after_a_gather, kernels)
-    nodes = list(priced.graph.nodes)[:6]
-    for low in range(6):
-        for high in range(low + 1, 6):
-            expected = sum(seconds for at, seconds in kernels if low < at < high)
-            assert priced.prices.between(nodes[low], nodes[high]) == expected
-
-
 def test_parts_are_collectives_of_a_share_of_the_bytes() -> None:
     estimate = Priced(after_a_gather).gather(IN_TWO)
     assert (estimate.message, estimate.num_steps, estimate.num_messages) == (10 * 16 + 1, 2, 2)
@@ -174,10 +164,3 @@ def test_an_all_reduce_in_messages_still_has_its_gather() -> None:
 def test_parts_of_a_reduction_are_joined() -> None:
     estimate = Priced(before_a_reduction("all_reduce")).reduce(IN_TWO)
     assert (estimate.message, estimate.losses) == (10 * 96 + 1, 2 * 192)
-
-
-def test_values_are_read_and_written() -> None:
-    priced = Priced(after_a_gather)
-    assert priced.prices.op(priced.nodes["relu"]) == 192
-    assert priced.prices.copy(priced.nodes["relu"], 0.5) == 96
-    assert priced.prices.bytes(priced.nodes["start"]) == 32

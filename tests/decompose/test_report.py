@@ -11,10 +11,7 @@ from meshweave.optimize.decompose.price import Estimate
 from meshweave.optimize.decompose.report import (
     DecomposeReport,
     RingRow,
-    gain_text,
-    joined_reasons,
     no_gain_text,
-    shared_row,
 )
 from meshweave.optimize.decompose.rewrite import RingScheme
 
@@ -47,20 +44,6 @@ TAKEN = RingRow(
 LEFT = RingRow("r", "all_reduce", "dp", "model.py:9", reason="no gain", seconds_before=7.0, seconds_after=9.0)
 
 
-@pytest.mark.parametrize(("hidden", "before"), [(0.0, 18.0), (2.0, 16.0), (7.0, 11.0), (7.5, 11.0), (9.0, 11.0)])
-def test_other_work_hides_the_collective_but_not_the_processors_part(hidden: float, before: float) -> None:
-    assert replace(ESTIMATE, hidden=hidden * US).before == pytest.approx(before * US)
-
-
-def test_losses_come_on_top_of_the_steps() -> None:
-    assert ESTIMATE.after == pytest.approx(14 * US)
-
-
-def test_only_decomposed_collectives_count() -> None:
-    report = DecomposeReport((TAKEN, LEFT, replace(TAKEN, seconds_before=1.0, seconds_after=0.5)))
-    assert report.num_taken == 2
-
-
 def test_the_text_has_a_line_per_collective() -> None:
     report = DecomposeReport((TAKEN, LEFT))
     lines = [
@@ -75,24 +58,6 @@ def test_a_graph_that_stays_says_why_beside_the_reason_of_each() -> None:
     report = DecomposeReport((TAKEN, LEFT)).left("the graph is slower")
     assert report.num_taken == 0
     assert [row.reason for row in report.rows] == ["the graph is slower; faster", "no gain"]
-
-
-def test_a_shared_gather_is_taken_and_names_what_replaces_it() -> None:
-    row = shared_row("again", "tp", "first")
-    assert str(row) == "again (all_gather over tp) taken apart: first gathers the same; "
-    assert (row.scheme, row.numerics) == ("shared", "exact: the same elements")
-
-
-def test_reasons_occur_once_in_order() -> None:
-    assert joined_reasons(["b", "a", "b"]) == "b; a"
-    assert joined_reasons([]) == "no matmul is beside it"
-
-
-def test_a_gain_names_the_scheme_and_both_times() -> None:
-    assert gain_text(DIRECT, None, 0.0) == "direct, as requested by the options"
-    assert gain_text(PIPELINED, ESTIMATE, 0.0) == "pipelined: 14.0 us instead of 16.0 us"
-    more = "direct: 14.0 us instead of 16.0 us, and its gather can gain 2.5 us beside what comes after"
-    assert gain_text(DIRECT, ESTIMATE, 2.5 * US) == more
 
 
 # Each makes one part the largest: 4 chunks over the compute, 3 messages over the collective, the play over its chunks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import fx
 
 from meshweave.cost.hardware import load_profile
 from meshweave.errors import VerifyError
+from meshweave.ir import local_ops
 from meshweave.ir.collectives import STARTS
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.optimize.decompose import rewriter
@@ -112,6 +114,18 @@ def two_layers(b: Builder) -> list[fx.Node]:
     return [b.call("sum", ATEN.cumsum.default, b.wait("last", b.gather("again", own)), 0)]
 
 
+def with_itself(b: Builder) -> list[fx.Node]:
+    """Rows of the gathered value times all of its rows: chunks of one operand are not those of the other."""
+    full = b.wait("full", b.gather("gather", b.placeholder("x", (4, 6))))
+    return [b.mm("product", full, b.call("turned", ATEN.t.default, full))]
+
+
+def squeezed_in_vain(b: Builder) -> list[fx.Node]:
+    """A chunk of a single row has a dim of size 1 where the gathered value has not."""
+    full = b.wait("full", b.gather("gather", b.placeholder("x", (1, 6))))
+    return [b.mm("product", b.call("same", ATEN.squeeze.dim, full, 0), b.placeholder("w", (6, 4)))]
+
+
 def late_weight(b: Builder) -> list[fx.Node]:
     """The product's weight is cast after the wait for its rows."""
     x, w = b.placeholder("x", (4, 6)), b.placeholder("w", (6, 2))
@@ -134,6 +148,8 @@ PROGRAMS: dict[str, tuple[Build, set[tuple[tuple[str, str], ...]]]] = {
             *((("start", way), ("", then)) for way in ("direct", "ring") for then in ("", *GATHERS)),
         },
     ),
+    "squeezed in vain": (squeezed_in_vain, {(("gather", ""),)}),
+    "with itself": (with_itself, {(("gather", way),) for way in ("", "pipelined")}),
     "a weight that comes later": (late_weight, {(("gather", way),) for way in ("", *GATHERS)}),
     "all_to_all": (
         there_and_back, {(("there", way), ("back", then)) for way in ("", "peer") for then in ("", "peer")},
@@ -187,6 +203,35 @@ def test_every_variant_of_consumers_gives_the_same_values() -> None:
     assert variants == [("direct", both), ("direct", rows), ("pipelined", both), ("pipelined", rows)]
 
 
+def two_products_and_an_addend(b: Builder) -> list[fx.Node]:
+    x, y, *weights = b.placeholder("x", (12, 6)), b.placeholder("y", (12, 4)), *b.placeholders("w v", (6, 4))
+    products = [b.mm(f"product_{i}", x, w) for i, w in enumerate(weights)]
+    return [b.wait("own", b.scatter("start", b.add("sum", b.add("both", *products), b.relu("relu", y))))]
+
+
+def test_what_has_no_matmul_is_computed_whole_and_a_chunk_is_taken_once() -> None:
+    program = program_of(two_products_and_an_addend)
+    take_apart(program, replace(EVERY, reduce_scatter=("direct",)), first, None)
+    taken = Counter(n.args[0].name for n in program.graph.nodes if n.target is local_ops.take_chunk)
+    assert taken == {"x": N, "relu": N}
+
+
+def viewed(b: Builder) -> list[fx.Node]:
+    x, w = b.placeholder("x", (4, 6)), b.placeholder("w", (6, 2))
+    full = b.wait("full", b.gather("gather", x))
+    seen = b.call("seen", ATEN.view.default, b.relu("relu", full), [12, 6])
+    return [b.mm("product", b.call("exp", ATEN.neg.default, seen), w), b.call("sum", ATEN.neg.default, seen)]
+
+
+def test_a_view_that_is_read_elsewhere_is_repeated_on_the_whole_value() -> None:
+    program = program_of(viewed)
+    report, _ = take_apart(program, replace(EVERY, all_gather=("direct",)), first, None)
+    (view,) = (n for n in program.graph.nodes if n.name == "seen")
+    assert report.num_taken == 1
+    assert view.args[0].target is local_ops.join_chunks
+    assert_same_on_all(built(viewed), program.graph)
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "all_to_all"])
 def test_decisions_reproduce_the_program(name: str) -> None:
     build, _ = PROGRAMS[name]
@@ -216,6 +261,18 @@ def uneven_blocks(b: Builder) -> list[fx.Node]:
     return [b.mm("product", b.wait("here", start), w)]
 
 
+def read_before(b: Builder) -> list[fx.Node]:
+    product = b.mm("product", b.placeholder("x", (12, 6)), b.placeholder("w", (6, 4)))
+    early = b.call("early", ATEN.exp.default, product)
+    return [b.wait("own", b.scatter("start", product)), early]
+
+
+def heavy_operand(b: Builder) -> list[fx.Node]:
+    x, w = b.placeholder("x", (2, 4)), b.placeholder("w", (4, 4))
+    full = b.wait("full", b.gather("start", x))
+    return [b.mm("product", full, b.mm("weight", w, w))]
+
+
 REASONS: dict[str, tuple[Build, dict[str, Any], str, str]] = {
     "no algorithm": (two_layers, {"all_gather": (), "reduce_scatter": ()}, "gather", "the options exclude it"),
     "pipelined in one part": (
@@ -227,6 +284,11 @@ REASONS: dict[str, tuple[Build, dict[str, Any], str, str]] = {
     ),
     "a max": (a_max, {"all_reduce": ("direct", "ring")}, "start", "a max cannot be decomposed into messages"),
     "blocks of several sizes": (uneven_blocks, {}, "start", "its blocks have several sizes"),
+    "chunks that do not divide": (
+        late_weight, {"all_gather": ("pipelined",), "num_chunks": (5,)}, "gather", "5 chunks do not divide [12, 6]",
+    ),
+    "an earlier reader": (read_before, {}, "start", "product is used by others before"),
+    "an operand that comes later": (heavy_operand, {}, "start", "weight, an operand of product, is computed later"),
 }  # fmt: skip
 
 
@@ -234,6 +296,14 @@ REASONS: dict[str, tuple[Build, dict[str, Any], str, str]] = {
 def test_what_cannot_be_decomposed_has_a_reason_and_stays(name: str) -> None:
     build, options, start, reason = REASONS[name]
     assert rows_of(build, replace(EVERY, **options))[start] == reason
+
+
+def test_dims_that_differ_between_devices_are_not_cut() -> None:
+    program = program_of(late_weight)
+    (full,) = (n for n in program.graph.nodes if n.name == "full")
+    program = replace(program, uneven={full: frozenset({0})})
+    report, _ = take_apart(program, replace(EVERY, all_gather=("direct",)), first, None)
+    assert [row.reason for row in report.rows] == ["3 chunks do not divide [12, 6]"]
 
 
 def test_what_the_program_refuses_is_not_asked_for() -> None:

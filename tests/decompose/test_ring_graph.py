@@ -11,18 +11,10 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir import local_ops
 from meshweave.optimize.decompose.cut import FIXED, LOOSE
 from meshweave.optimize.decompose.lower import RingGraph, ring_graph
 
 WRITTEN = "accesses memory that is written"
-
-
-def product_of_a_gather() -> Builder:
-    b = Builder()
-    x, w = b.placeholders("x w")
-    b.done(b.mm("product", b.wait("full", b.gather("start", x)), w))
-    return b
 
 
 def two_groups() -> fx.Graph:
@@ -37,16 +29,6 @@ def two_groups() -> fx.Graph:
 
 def nodes_of(rings: RingGraph) -> dict[str, fx.Node]:
     return {node.name: node for node in rings.program.graph.nodes}
-
-
-def test_the_callers_graph_stays_as_it_is() -> None:
-    b = product_of_a_gather()
-    metas = {node: dict(node.meta) for node in b.graph.nodes}
-    rings = ring_graph(b.graph, groups_of(0), 0)
-    assert rings.program.graph is not b.graph
-    assert [n.name for n in rings.program.graph.nodes] == [n.name for n in b.graph.nodes]
-    assert {node: dict(node.meta) for node in b.graph.nodes} == metas
-    assert rings.reading.graph is rings.program.graph
 
 
 @pytest.mark.parametrize(("rank", "row", "column"), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)])
@@ -67,21 +49,6 @@ def test_a_rank_outside_of_a_group_of_its_graph_is_an_error() -> None:
         only_broadcast.wait("own", only_broadcast.start("sent", "broadcast", only_broadcast.placeholder("x"), "a"))
     )
     assert ring_graph(only_broadcast.graph, groups_of(0), 3).members == {}
-
-
-def test_every_input_may_outlive_the_graph() -> None:
-    rings = ring_graph(product_of_a_gather().graph, groups_of(0), 0)
-    assert {node.name for node in rings.program.sources} == {"x", "w"}
-
-
-def test_blocks_of_a_group_become_single_ops() -> None:
-    b = Builder()
-    full = b.wait("full", b.gather("start", b.placeholder("x")))
-    split = b.call("split", ATEN.split.Tensor, full, 8)
-    b.done(b.call("joined", ATEN.cat.default, [b.item("left", split, 0), b.item("right", split, 1)], 1))
-    rings = ring_graph(b.graph, groups_of(0), 0)
-    (node,) = rings.program.graph.find_nodes(op="call_function", target=local_ops.join_blocks)
-    assert rings.program.values[node][0].shape == (8, 16)
 
 
 # starts that are refused

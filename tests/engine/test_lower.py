@@ -19,7 +19,7 @@ from meshweave.ir.graph import Origin, Spec, op_name
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
-from meshweave.ir.rank import SYMBOLS, RankGraph, Transfer, axis_index, piece_size
+from meshweave.ir.rank import RankGraph, Transfer, piece_size
 from meshweave.ir.routes import Message
 
 REDUCE = functional.all_reduce.default
@@ -87,12 +87,6 @@ def test_a_collective_of_two_devices() -> None:
     ]
 
 
-def test_symbols_are_no_tasks() -> None:
-    lowered = lower([role(Mesh("a=2"), [(EXCHANGE, (axis_index, ("a",), (2,)), 1, "a")])])
-    assert names(lowered, 0) == ["all_to_all_single", "wait"]
-    assert all(node.target not in SYMBOLS for row in lowered.nodes for node in row)
-
-
 def test_every_group_has_a_channel_with_its_members_in_order() -> None:
     """Over (b, a) the members of the whole group stand in another order than the devices."""
     graph = role(Mesh("a=2,b=2"), [(REDUCE, "sum", "a"), (REDUCE, "sum", "b,a"), (REDUCE, "max", "a")])
@@ -103,13 +97,6 @@ def test_every_group_has_a_channel_with_its_members_in_order() -> None:
     assert channels == [(0, 1), (2,), (3, 4)]
     assert starts == [[0, 2], [0, 2], [0, 2, 1, 3], [1, 3], [1, 3]]
     assert [copy.args for copy in lowered.copies] == [("sum",), ("max",), ("sum",), ("sum",), ("max",)]
-
-
-def test_devices_come_in_the_order_asked_for() -> None:
-    mesh = Mesh("a=2", devices=[7, 3])
-    lowered = lower([role(mesh, [(REDUCE, "sum", "a")])], [3, 7])
-    assert lowered.owners == ((3,), (7,))
-    assert lowered.copies[0].sources == (2, 0)  # the group is (7, 3)
 
 
 def test_parts_are_as_large_as_said() -> None:
@@ -199,29 +186,6 @@ def test_what_stays_on_a_device_needs_no_other() -> None:
     assert needs(lowered) == {1: (6, 7), 3: (6, 7), 5: (7,), 6: (2, 0), 7: (4, 0, 2)}
 
 
-def test_an_empty_piece_is_received_from_nobody() -> None:
-    made = Transfer(Layout.parse("[{}]", ONE), Layout.parse("[{d}]", TWO), Spec((1,), F32))
-    roles = [role(ALL, [(transfer, "t0")], m.devices, (ALL, ONE, TWO), {"t0": made}) for m in (ONE, TWO)]
-    lowered = lower(roles)
-    assert [copy.messages for copy in lowered.copies] == [(Message(0, 1, Box((0,), (1,))),), ()]
-    assert needs(lowered) == {1: (6,), 3: (6,), 5: (7,), 6: (2, 0), 7: (4,)}
-
-
-def test_transfers_between_the_same_meshes_share_the_channels_of_their_receivers() -> None:
-    roles = [
-        role(
-            ALL, [(transfer, "t0"), (transfer, "t1")], r.devices, r.meshes, {k: r.transfers["t0"] for k in ("t0", "t1")}
-        )
-        for r in scatter()
-    ]
-    lowered = lower(roles)
-    lines = [[str(lowered.copies[t - lowered.first_copy]) for t in line] for line in lowered.schedule.streams[3:]]
-    assert lines == [
-        ["transfer over t0 to device 1", "transfer over t1 to device 1"],
-        ["transfer over t0 to device 2", "transfer over t1 to device 2"],
-    ]
-
-
 # what does not belong together
 
 
@@ -274,11 +238,6 @@ def test_starts_that_differ_are_refused(make: Any, second: Sequence[Call], messa
     assert str(error.value) == message.format(**shown)
 
 
-def test_collectives_over_different_groups_do_not_meet() -> None:
-    with pytest.raises(VerifyError, match=r"device 2 does not take part in start 1 of group a \[0, 2\]"):
-        lower(two([(REDUCE, "sum", "a")], [(REDUCE, "sum", "a,b")]))
-
-
 def test_symbols_of_two_graphs_are_compared_by_what_they_say() -> None:
     size = (piece_size, 5, ("a",), (2,), 1)
     other = (piece_size, 7, ("a",), (2,), 1)
@@ -304,15 +263,6 @@ def test_roles_that_differ_in_a_transfer_are_refused(make: Any) -> None:
         "  got: float32[6] from [{}] on device 0 to [{d}] on devices 1, 2 (so devices 1, 2)\n"
         "  expected: float32[5] from [{}] on device 0 to [{d}] on devices 1, 2 (so device 0)"
     )
-
-
-@pytest.mark.parametrize("make", [lower, lower_roles])
-def test_a_transfer_to_a_device_that_does_not_take_part(make: Any) -> None:
-    first, second = scatter()
-    idle = role(ALL, [], second.devices, second.meshes, second.transfers)
-    with pytest.raises(VerifyError, match="does not take part in start 1 of transfer t0") as error:
-        make([first, idle])
-    assert error.value.expected == "as many as device 0 has: transfer = transfer(t0) on device 0"
 
 
 @pytest.mark.parametrize("make", [lower, lower_roles])

@@ -158,6 +158,7 @@ def sample(seed: int, count: int) -> list[tuple[Layout, Layout, tuple[int, ...],
 SAMPLE = sample(7, 400)
 
 
+@pytest.mark.slow_rows("4", "5", "6", "7")
 @pytest.mark.parametrize("part", range(8))
 def test_a_sample_of_moves_gives_every_device_its_piece(part: int) -> None:
     for source, target, shape, seed in SAMPLE[part::8]:

@@ -66,13 +66,6 @@ def test_a_file_loads_by_its_path(tmp_path: Path) -> None:
     assert load_profile(path).links == load_profile("h100").links
 
 
-def test_equal_files_make_equal_profiles_with_equal_hashes() -> None:
-    one, other = parse_profile(H100, "a.toml"), parse_profile(H100, "b.toml")
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one != parse_profile(changed("launch_s = 3e-6 ", "launch_s = 4e-6 "), "a.toml")
-
-
 def test_an_unknown_name_has_near_misses() -> None:
     with pytest.raises(MeshweaveError) as error:
         load_profile("h10")

@@ -1,7 +1,5 @@
 """Layout: text form, invariants, the table of pieces and the normal form."""
 
-import pickle
-
 import pytest
 import torch
 from hypothesis import given
@@ -97,21 +95,10 @@ def test_axes_by_use() -> None:
     assert str(layout.with_dim(1, DimSharding(("pp",)))) == "[{tp}, {pp}] partial(sum: dp)"
 
 
-def test_partial_order_is_no_difference() -> None:
-    assert Layout(MESH, (WHOLE,), (("tp", "sum"), ("pp", "max"))) == Layout(
-        MESH, (WHOLE,), (("pp", "max"), ("tp", "sum"))
-    )
-
-
 def test_axis_order_is_a_difference() -> None:
     assert Layout.parse("[{tp,pp}]", MESH) != Layout.parse("[{pp,tp}]", MESH)
     assert Layout.parse("[{tp,pp}]", MESH).pieces((4,))[1] == Box((2,), (1,))
     assert Layout.parse("[{pp,tp}]", MESH).pieces((4,))[1] == Box((1,), (1,))
-
-
-def test_pickle() -> None:
-    layout = Layout.parse("[{tp}x4, {}] partial(sum: dp)", MESH)
-    assert pickle.loads(pickle.dumps(layout)) == layout
 
 
 def test_pieces_by_device_id() -> None:
@@ -122,21 +109,6 @@ def test_pieces_by_device_id() -> None:
         0: Box((2, 0), (2, 3)),
         2: Box((2, 3), (2, 3)),
     }
-
-
-def test_uneven_and_empty_pieces() -> None:
-    mesh = Mesh("a=4")
-    layout = Layout.parse("[{a}]", mesh)
-    assert [box.size[0] for box in layout.pieces((5,)).values()] == [2, 2, 1, 0]
-    assert [box.offset[0] for box in layout.pieces((5,)).values()] == [0, 2, 4, 5]
-    assert [box.size[0] for box in layout.pieces((0,)).values()] == [0, 0, 0, 0]
-    assert layout.local_shape((5,)) == (2,)
-
-
-def test_unit_keeps_heads_whole() -> None:
-    mesh = Mesh("tp=2")
-    boxes = Layout.parse("[{}, {tp}x16]", mesh).pieces((4, 48))
-    assert boxes == {0: Box((0, 0), (4, 32)), 1: Box((0, 32), (4, 16))}
 
 
 @given(cases())

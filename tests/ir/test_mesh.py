@@ -44,13 +44,6 @@ def test_text_form_of_default_devices_reads_back(sizes: list[int]) -> None:
     assert Mesh(str(mesh)) == mesh
 
 
-def test_axes_and_sizes() -> None:
-    mesh = Mesh("pp=2,dp=3,tp=4")
-    assert (mesh.axis_names, mesh.shape, mesh.num_devices) == (("pp", "dp", "tp"), (2, 3, 4), 24)
-    assert (mesh.size("dp"), mesh.axis_index("tp"), mesh.flat_size(["tp", "pp"]), mesh.flat_size([])) == (3, 2, 8, 1)
-    assert mesh.devices == tuple(range(24))
-
-
 def test_a_mesh_without_axes_is_one_device() -> None:
     mesh = Mesh("", devices=[5])
     assert (mesh.num_devices, mesh.devices, mesh.groups([]), mesh.coordinates(0)) == (1, (5,), ((5,),), {})
@@ -62,10 +55,6 @@ def test_position_inverts_coordinates(mesh: Mesh) -> None:
         coords = mesh.coordinates(position)
         assert mesh.position(coords) == position
         assert tuple(coords) == mesh.axis_names
-
-
-def test_position_takes_left_out_axes_as_zero() -> None:
-    assert Mesh("pp=2,dp=3,tp=4").position({"dp": 2}) == 8
 
 
 def test_groups() -> None:
@@ -139,14 +128,6 @@ def test_a_copy_is_equal_and_still_knows_its_parent(twin: object) -> None:
     assert twin(mesh["pp"])[1] == mesh["pp"][1] == Mesh("dp=2", devices=[0, 2])
 
 
-def test_equality() -> None:
-    mesh = Mesh("a=2,b=2")
-    assert mesh == Mesh(a=2, b=2)
-    assert hash(mesh) == hash(Mesh(a=2, b=2))
-    others = [Mesh("b=2,a=2"), Mesh("a=4"), Mesh("a=2,b=2", devices=[0, 2, 1, 3]), "a=2,b=2"]
-    assert [mesh == other for other in others] == [False] * 4
-
-
 def test_immutable() -> None:
     with pytest.raises(AttributeError, match="immutable"):
         Mesh("a=2").shape = (3,)
@@ -159,13 +140,11 @@ MESH = Mesh("dp=2,tp=2")
     ("make", "message"),
     [
         (lambda: Mesh("dp"), "a mesh axis is written name=size|mesh 'dp'|dp|something like dp=2,tp=4"),
-        (lambda: Mesh("dp=²"), "a mesh axis is written name=size|mesh 'dp=²'|dp=²|something like dp=2,tp=4"),
         (
             lambda: Mesh("d p=2"),
             "'d p' cannot name an axis|axes d p=2|'d p'|letters, digits and _, no digit first",
         ),
         (lambda: Mesh("dp=2,dp=4"), "axis 'dp' is named twice|axes dp=2,dp=4|dp, dp|every axis at most once"),
-        (lambda: Mesh("dp=2", dp=4), "axis 'dp' is named twice|axes dp=2,dp=4|dp, dp|every axis at most once"),
         (lambda: Mesh("dp=0"), "axis 'dp' has no devices|axes dp=0|dp=0|a size of 1 or more"),
         (lambda: Mesh("dp=2", devices=[0]), "the devices do not fill the mesh|mesh dp=2|1 devices|2 devices"),
         (
@@ -174,18 +153,10 @@ MESH = Mesh("dp=2,tp=2")
         ),
         (lambda: Mesh("dp=2", devices=[0, -1]), "a device id is below 0|mesh dp=2|-1|0 or more"),
         (lambda: MESH.size("pp"), "the mesh has no axis 'pp'|mesh dp=2,tp=2|pp|one of dp, tp"),
-        (lambda: Mesh("").size("pp"), "the mesh has no axis 'pp'|mesh |pp|one of (no axes)"),
-        (lambda: MESH.groups(["pp"]), "the mesh has no axis 'pp'|mesh dp=2,tp=2|pp|one of dp, tp"),
         (
             lambda: MESH.groups(["dp", "dp"]),
             "axis 'dp' is named twice|axes dp=2,dp=2|dp, dp|every axis at most once",
         ),
-        (lambda: MESH["dp", "dp"], "axis 'dp' is named twice|axes dp=2,dp=2|dp, dp|every axis at most once"),
-        (
-            lambda: MESH.flatten(["tp", "tp"], "x"),
-            "axis 'tp' is named twice|axes tp=2,tp=2|tp, tp|every axis at most once",
-        ),
-        (lambda: MESH.flatten(["dp"], "tp"), "axis 'tp' is named twice|axes tp=2,tp=2|tp, tp|every axis at most once"),
         (
             lambda: MESH.flatten([], "x"),
             "no axis to flatten|mesh dp=2,tp=2|no axes|at least one axis of the mesh",

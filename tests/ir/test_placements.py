@@ -127,17 +127,6 @@ def test_golden_placements(text: str, expected: tuple[Placement, ...]) -> None:
     assert Layout.from_placements(expected, mesh, 1) == layout
 
 
-def test_axes_of_size_one_keep_their_pieces() -> None:
-    mesh = Mesh("a=2,one=1,b=2")
-    for layout in one_dim_layouts(mesh):
-        back = Layout.from_placements(layout.to_placements((24,)), mesh, 1)
-        assert back.normalized((24,)) == layout.normalized((24,))
-
-
-def test_negative_dims_count_from_the_end() -> None:
-    assert Layout.from_placements([Shard(-1), Replicate()], MESHES[0], 2) == Layout.parse("[{}, {a}]", MESHES[0])
-
-
 def test_a_unit_that_changes_no_piece_is_dropped() -> None:
     mesh = MESHES[0]
     assert Layout.parse("[{a}x4]", mesh).to_placements((24,)) == (Shard(0), Replicate())

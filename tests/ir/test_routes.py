@@ -11,8 +11,7 @@ from tests.effort import calls_of
 from meshweave.errors import LayoutError
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.pieces import Box
-from meshweave.ir.routes import Message, Routes, routes, routes_within
+from meshweave.ir.routes import Routes, routes, routes_within
 
 FIRST, SECOND = Mesh("dp=2", devices=[0, 1]), Mesh("dp=2", devices=[2, 3])
 
@@ -87,42 +86,6 @@ def test_what_a_device_holds_stays() -> None:
     assert (made.bytes_received(0, 4), made.bytes_received(1, 4), made.bytes_received(2, 4)) == (0, 8, 16)
 
 
-def test_the_tables_of_a_device() -> None:
-    made = between("[{dp}]", "[{}]", (4,), (FIRST, Mesh("dp=2", devices=[1, 2])))
-    low, high = Box((0,), (2,)), Box((2,), (2,))
-    assert made.sent_by(1) == (Message(1, 1, high), Message(1, 2, high))
-    assert made.received_by(1) == (Message(0, 1, low), Message(1, 1, high))
-    assert made.sent_by(2) == made.received_by(0) == made.sent_by(99) == ()
-
-
-def test_the_same_layout_is_all_local() -> None:
-    made = between("[{dp}]", "[{dp}]", (5,), (FIRST, FIRST))
-    assert lines(made) == ["0 -> 0: 0..2", "1 -> 1: 3..4"]
-    assert made.is_local
-
-
-def test_a_value_without_dims_is_one_element() -> None:
-    made = between("[]", "[]", ())
-    assert made.messages == (Message(0, 2, Box((), ())), Message(1, 3, Box((), ())))
-    assert bytes_sent(made, 0, 8) == made.bytes_received(2, 8) == 8
-
-
-def test_empty_pieces_give_no_messages() -> None:
-    assert between("[{dp}, {}]", "[{}, {dp}]", (0, 4)).messages == ()
-    assert between("[{dp}, {}]", "[{}, {dp}]", (0, 4)).is_local
-    assert lines(between("[{dp}]", "[{dp}]", (1,))) == ["0 -> 2: 0..0"]
-
-
-def test_units_and_nested_axes_cut_where_the_pieces_do() -> None:
-    many = Mesh("a=2,b=2", devices=[4, 5, 6, 7])
-    assert lines(between("[{dp}x4]", "[{b,a}]", (10,), (FIRST, many))) == [
-        "0 -> 4: 0..2",
-        "0 -> 6: 3..4",
-        "0 -> 5: 5..7",
-        "1 -> 7: 8..9",
-    ]
-
-
 @pytest.mark.parametrize(("source", "target"), [("[{}] partial(sum: dp)", "[{}]"), ("[{}]", "[{}] partial(max: dp)")])
 def test_partial_values_are_refused(source: str, target: str) -> None:
     with pytest.raises(LayoutError) as error:
@@ -132,22 +95,6 @@ def test_partial_values_are_refused(source: str, target: str) -> None:
         f"a partial value cannot go to another mesh\n  where: {source} -> {target}\n  got: {partial}\n"
         "  expected: no partial axes\n  hint: reduce it on its own mesh first"
     )
-
-
-def test_partial_over_one_device_is_whole() -> None:
-    one = Mesh("a=1", devices=[5])
-    assert lines(between("[{}] partial(sum: a)", "[{}]", (2,), (one, SECOND))) == ["5 -> 2: 0..1", "5 -> 3: 0..1"]
-
-
-def test_a_shape_of_other_dims_is_refused() -> None:
-    with pytest.raises(LayoutError, match="differ in their number of dims"):
-        between("[{}]", "[{}]", (4, 4))
-    with pytest.raises(LayoutError, match="differ in their number of dims"):
-        between("[{}]", "[{}, {}]", (4,))
-
-
-def test_equal_arguments_give_the_same_routes() -> None:
-    assert between("[{dp}]", "[{}]", (4,)) is between("[{dp}]", "[{}]", (4,))
 
 
 @st.composite

@@ -179,18 +179,6 @@ def test_a_broken_placed_graph_is_named(breaks: Callable[[Program], str]) -> Non
     assert error.value.what == expected
 
 
-def test_an_axis_of_size_one_in_a_layout_is_no_normal_form() -> None:
-    model, example = nn.Linear(4, 4), {"input": torch.ones(4, 4), "y": torch.ones(4, 4)}
-    spec = read_optimizer(sgd(model.parameters()), model)
-    made = build_program(
-        StepSource(model, mse), example, spec, Target(Mesh("dp=2,tp=1"), None, AlphaBeta()), CaptureOptions()
-    )
-    node = made.placed.placeholders[0]
-    node.meta["layout"] = Layout.of(Mesh("dp=2,tp=1"), 2, {0: ("tp",)})
-    with pytest.raises(VerifyError, match=r"weight .* has a layout that is not in normal form"):
-        verify_placed(made.placed)
-
-
 def test_every_result_of_an_op_with_several_needs_a_layout() -> None:
     model = nn.LayerNorm(4)
     example = {"input": torch.ones(4, 4), "y": torch.ones(4, 4)}

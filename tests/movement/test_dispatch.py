@@ -280,7 +280,12 @@ def _another_reader(step: mw.TrainStep, is_sum: bool) -> None:
 PLACED = (_other_members, _other_experts, _other_places, _readers_of_another_move, _another_reader)
 
 
-@pytest.mark.slow_rows("as written-_other_members-gather", "as written-_readers_of_another_move-gather")
+@pytest.mark.slow_rows(
+    "as written-_other_members-gather",
+    "as written-_other_experts-sum",
+    "as written-_other_places-gather",
+    "as written-_readers_of_another_move-gather",
+)
 @pytest.mark.parametrize("is_sum", [False, True], ids=["gather", "sum"])
 @pytest.mark.parametrize("change", PLACED)
 @pytest.mark.parametrize("form", ["as written", pytest.param("own rows", marks=pytest.mark.slow)])

@@ -57,40 +57,12 @@ def graph(*, is_chained: bool = False, group: str = "a") -> fx.GraphModule:
 SECONDS = {"first": 4e-3, "second": 2e-3, "before": 1e-3, "free": 3e-3, "more": 1e-3, "uses_first": 1e-3}
 
 
-def test_a_row_has_the_figures_of_its_communication() -> None:
-    """The first gather takes 4 ms beside kernels of 3 and 1 ms, the second 2 ms beside a kernel of 1 ms."""
-    rows = Judged(graph(), by_name(SECONDS)).rows("first second free more uses_first uses_second")
-    assert list(rows) == ["first", "second"]
-    first, second = rows.values()
-    assert (first.op, first.group, first.bytes) == ("all_gather_into_tensor", "a", 256)
-    assert first.seconds == pytest.approx(4e-3)
-    assert first.hidden_by == (("free", pytest.approx(3e-3)), ("more", pytest.approx(1e-3)))
-    assert (first.exposed_seconds, first.reason) == (0.0, "")
-    assert second.hidden_by == (("uses_first", pytest.approx(1e-3)),)
-    assert second.exposed_seconds == pytest.approx(1e-3)
-
-
 def alone() -> fx.GraphModule:
     """A gather whose result is returned, and five matmuls of inputs."""
     b = Builder()
     x = b.placeholder("x")
     full = b.wait("full", b.gather("gather", x))
     return b.done(full, *(b.mm(name, x, x) for name in "edcba"))
-
-
-def test_the_longest_four_kernels_are_shown_ties_by_name() -> None:
-    text = "gather e d c b a"
-    rows = Judged(alone(), by_name({"gather": 4.5, "c": 0.5}, 1.0)).rows(text)
-    assert [name for name, _ in rows["gather"].hidden_by] == ["a", "b", "d", "e"]
-    rows = Judged(alone(), by_name({"gather": 3.75}, 1.0)).rows(text)
-    assert rows["gather"].hidden_by == (("c", 1.0), ("d", 1.0), ("e", 1.0), ("b", 0.75))
-
-
-def test_what_nothing_reads_is_needed_at_the_end_of_the_step() -> None:
-    row = Judged(alone(), by_name({"gather": 9.0}, 1.0)).rows("e d c b a gather")["gather"]
-    assert (row.hidden_by, row.exposed_seconds) == ((), 9.0)
-    late = "it starts 5000.000 ms later than possible, because of memory or order"
-    assert row.reason == f"the end of the step needs it; {late}; no other item is left that could run"
 
 
 def test_rows_are_exposed_for_as_long_as_compute_waits() -> None:
@@ -165,20 +137,6 @@ def test_an_exposed_collective_has_a_reason(name: str) -> None:
     assert {row.name: row.reason for row in rows.values() if row.exposed_seconds} == expected
 
 
-def test_a_link_is_busy_with_the_last_communication_before() -> None:
-    """Beside it another link, whose communication ends at the same moment."""
-    b = Builder()
-    x, y = b.placeholders("x y")
-    starts = [b.gather("other", x, "b"), *(b.gather(f"gather_{i}", x) for i in range(3))]
-    gm = b.done(*(b.wait(None, start) for start in starts), b.mm("free", y, y))
-    seconds = {"other": 3.0, "gather_0": 1.0, "gather_1": 2.0, "gather_2": 1.0}
-    row = Judged(gm, by_name(seconds)).rows("gather_0 gather_1 gather_2 other free ~gather_0 ~gather_1 ~other")[
-        "gather_2"
-    ]
-    end = "the end of the step needs it"
-    assert row.reason == f"{end}; its link is busy with gather_1; no other item is left that could run"
-
-
 def test_a_merged_collective_has_the_bytes_of_all() -> None:
     """Two gathers as a single one, and reductions of twice the bytes: in the merged problem they have other numbers."""
     b = Builder()
@@ -192,30 +150,6 @@ def test_a_merged_collective_has_the_bytes_of_all() -> None:
         ("gather_x+gather_y", "all_gather_into_tensor", 512), ("total", "all_reduce", 512),
         ("part", "reduce_scatter_tensor", 512),
     ]  # fmt: skip
-
-
-def test_what_nobody_waits_for_is_exposed_at_the_end_all_along() -> None:
-    """The long one runs for 9 s, 1 s of which is hidden, the short one beside it."""
-    b = Builder()
-    x, y = b.placeholders("x y")
-    b.gather("long", x)
-    b.gather("short", x, "b")
-    rows = Judged(b.done(b.mm("free", y, y)), by_name({"long": 9.0, "short": 5.0, "free": 1.0})).rows("long short free")
-    assert {name: row.exposed_seconds for name, row in rows.items()} == {"long": 8.0, "short": 0.0}
-
-
-def test_a_gather_of_what_is_gathered_comes_as_soon_as_that() -> None:
-    seconds = {"relu_0": 1.0, "relu_1": 1.0, "gather_0": 2.0, "gather_1": 2.0}
-    rows = Judged(gathers(2, is_chained=True), by_name(seconds)).rows("relu_0 gather_0 relu_1 gather_1")
-    rest = "no other item is left that could run"
-    assert rows["gather_0"].reason == f"relu_1 needs it; relu_0 has just computed its operand; {rest}"
-    assert rows["gather_1"].reason == f"the end of the step needs it; relu_1 has just computed its operand; {rest}"
-    b = Builder()
-    near = b.wait("near", b.gather("first", b.placeholder("x")))
-    gm = b.done(b.wait("far", b.gather("second", near, "b")))
-    rows = Judged(gm, by_name({}, 2.0)).rows("first second")
-    assert rows["first"].reason == f"second needs it; nothing comes before it; {rest}"
-    assert rows["second"].reason == f"the end of the step needs it; first has just brought its operand; {rest}"
 
 
 # merges
@@ -286,16 +220,3 @@ def test_the_best_order_that_merges_them_is_compared(seconds: float, busy: float
     judged.search.judged = [unfit, slower, replace(merged, seconds=(seconds,), busy=busy), chosen]
     (row,) = merge_rows(judged.search, chosen)
     assert (row.is_taken, row.reason) == (False, reason)
-
-
-def test_beside_a_bucket_its_last_is_the_neighbour() -> None:
-    """Of three, the first two are merged: why the third is not, is asked of the whole bucket."""
-    judged = Judged(gathers(3), COST)
-    first, second, _ = judged.problem.starts
-    shape = judged.search.shape(((first, second),))
-    chosen = judged.search.judge("mine", shape, shape.merged.problem.order)
-    judged.search.tried[1200, 1200] = 1.0  # two of 512 bytes would fit
-    taken, apart = merge_rows(judged.search, chosen)
-    assert (taken.names, taken.is_taken) == (("gather_0", "gather_1"), True)
-    assert (apart.names, apart.is_taken) == (("gather_1", "gather_2"), False)
-    assert apart.reason == "together 0.0 MB, more than 0 MB"

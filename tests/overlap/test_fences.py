@@ -80,12 +80,3 @@ def test_parts_follow_each_other() -> None:
         at = {problem.names[i]: place for place, i in enumerate(order)}
         assert at["forward"] < at["backward_begins"] < at["backward"] < at["update_begins"] < at["update"]
         assert at["backward_begins"] < at["reader"] < at["update_begins"]
-
-
-def test_dependencies_that_are_there_already_are_not_repeated() -> None:
-    """A fence needs the last items before it, and only the first items after it need the fence."""
-    problem = problem_of(
-        kernel("a", 1.0), kernel("b", 1.0, "a"), kernel("fence", 1.0), kernel("c", 1.0, "a"), kernel("d", 1.0, "c")
-    )
-    hold_fences(problem, [(2, False)])
-    assert problem.deps == [(), (0,), (1,), (0, 2), (3,)]

@@ -9,7 +9,7 @@ import pytest
 from tests.overlap.by_hand import Entry, all_orders, communication, kernel, problem_of
 
 from meshweave.optimize.overlap.model import Problem
-from meshweave.optimize.overlap.outline import fold, trivial_fold
+from meshweave.optimize.overlap.outline import fold
 from meshweave.optimize.overlap.play import peak_of, seconds_of
 from meshweave.optimize.overlap.waits import with_waits
 
@@ -112,41 +112,12 @@ def test_every_order_of_the_folded_problem_is_an_order_of_the_original_that_take
         assert peak_of(problem, original) <= peak_of(folded.problem, order)
 
 
-def test_the_order_of_the_graph_is_kept() -> None:
-    problem = stored(*BLOCKS)
-    folded = fold(problem)
-    names = [folded.problem.names[x] if x >= 0 else f"~{folded.problem.names[~x]}" for x in folded.problem.order]
-    assert names == ["full", "long", "~full", "scores", "sums", "tail", "~sums"]
-    assert folded.problem.check(folded.problem.order) == ""
-
-
-def test_an_item_has_the_sums_of_its_members() -> None:
-    problem = stored(*BLOCKS)
-    folded = fold(problem).problem
-    at = folded.names.index("scores")
-    assert folded.seconds[at] == 6.0
-    assert (folded.deps[at], folded.waits[at]) == ((0,), (0,))
-    assert folded.allocs[at] == (3, 4, 5)
-    assert set(folded.uses[at]) == {3, 1, 4}
-    assert (folded.copy, folded.channel) == ([3.0, 0.0, 0.0, 2.0, 0.0], [0, -1, -1, 1, -1])
-    assert (folded.sizes, folded.channels) == (problem.sizes, problem.channels)
-
-
 def test_results_that_nobody_reads_are_freed_before_the_user_runs() -> None:
     """Of a folded kernel with a second result; the second result of its user is there while that runs."""
     problem = stored(kernel("a", 1.0), kernel("b", 1.0, "a"), LONG)
     problem = replace(problem, allocs=[(0, 3), (1, 4), (2,)], sizes=[1, 2, 4, 8, 16])
     problem.kept, problem.before = [False] * 5, [False] * 5
     assert fold(problem).problem.allocs == [(0, 1, 4), (2,)]
-
-
-def test_without_folding_each_item_is_its_own() -> None:
-    problem = stored(*BLOCKS)
-    same = trivial_fold(problem)
-    assert same.problem is problem
-    for items in all_orders(problem):
-        order = with_waits(problem, items)
-        assert same.unfold(order) == order
 
 
 def test_a_wait_without_an_order_keeps_a_kernel_where_it_is() -> None:

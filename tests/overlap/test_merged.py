@@ -12,7 +12,7 @@ from torch import fx
 
 from meshweave.ir.device_program import graph_program
 from meshweave.ir.graph import copied_graph
-from meshweave.optimize.overlap.merge import Item, Merged, MergedWriter, Merger
+from meshweave.optimize.overlap.merge import Merged, MergedWriter, Merger
 from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.prices import costs_of, fill_prices
 from meshweave.optimize.overlap.read import read_problem
@@ -81,52 +81,6 @@ def shown(merged: Merged) -> list[str]:
     return merged.problem.names
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bucket_comes_after_the_last_operand_of_its_parts(kind: str) -> None:
-    merging = Merging(three(kind))
-    merged = merging.merged(("start_x", "start_z"))
-    pair = "start_x+start_z"
-    copied = kind == "all_gather_into_tensor"
-    assert shown(merged) == [
-        "value_x", "value_y", "start_y", "value_z", f"pack {pair}", pair, *["unpack start_x"] * copied,
-        "out_0", "out_1", *["unpack start_z"] * copied, "out_2",
-    ]  # fmt: skip
-    problem, numbers = merged.problem, {name: i for i, name in enumerate(merged.problem.names)}
-    start = numbers[pair]
-    assert problem.check(problem.order) == ""
-    assert problem.deps[numbers[f"pack {pair}"]] == (numbers["value_x"], numbers["value_z"])
-    assert problem.deps[start] == (numbers[f"pack {pair}"],)
-    assert problem.waits[numbers["unpack start_z" if copied else "out_2"]] == (start,)
-    assert problem.starts == sorted([numbers["start_y"], start])
-    assert merged.items[start] == Item("start", 0, 0)
-    assert merged.buckets == ((merging.number["start_x"], merging.number["start_z"]),)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_seconds_and_bytes_of_a_bucket(kind: str) -> None:
-    """320 bytes are handed in; a gather gives twice as many, a scatter half. A copy reads and writes."""
-    merging = Merging(three(kind))
-    merged = merging.merged(("start_x", "start_z"))
-    problem, numbers = merged.problem, {name: i for i, name in enumerate(merged.problem.names)}
-    start, pack = numbers["start_x+start_z"], numbers["pack start_x+start_z"]
-    source = merging.merger.reading.problem
-    result = 320 * {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 0.5, "all_reduce": 1}[kind]
-    assert problem.copy[start] == pytest.approx(LATENCY + PER_BYTE * 320, rel=0.05)
-    assert problem.copy[start] < source.copy[merging.number["start_x"]] + source.copy[merging.number["start_z"]]
-    assert [problem.sizes[s] for s in problem.allocs[pack]] == [320]
-    assert [problem.sizes[s] for s in problem.allocs[start]] == [result]
-    assert problem.uses[start] == problem.allocs[pack]
-    rate = merging.merger.costs.copy_rate
-    assert problem.seconds[pack] == 2 * 320 / rate
-    if kind == "all_gather_into_tensor":
-        unpack = numbers["unpack start_z"]
-        assert problem.seconds[unpack] == 2 * 2 * 64 / rate
-        assert [problem.sizes[s] for s in problem.allocs[unpack]] == [128]
-        assert problem.uses[unpack] == problem.allocs[start]
-    else:  # what reads a part reads the whole
-        assert set(problem.uses[numbers["out_2"]]) >= set(problem.allocs[start])
-
-
 def test_buckets_that_wait_for_each_other_are_left_out() -> None:
     """The second of a needs the first of b, and the second of b the first of a."""
     b = Builder()
@@ -146,15 +100,6 @@ def test_buckets_that_wait_for_each_other_are_left_out() -> None:
     merging.write(merged)
 
 
-def test_a_bucket_of_inputs_comes_where_its_first_part_was() -> None:
-    b = Builder()
-    x, y = b.placeholders("x y")
-    early = b.relu("early", x)
-    waits = [b.wait(f"done_{n.name}", b.reduce(f"start_{n.name}", n)) for n in (x, y)]
-    merging = Merging(b.done(early, *(b.relu(None, x) for x in waits)))
-    assert shown(merging.merged(("start_x", "start_y")))[:2] == ["early", "pack start_x+start_y"]
-
-
 def test_results_of_a_bucket_are_copied_out_for_the_next() -> None:
     """Gathered values are gathered again: each is copied out of its bucket before the second is packed."""
     b = Builder()
@@ -167,33 +112,6 @@ def test_results_of_a_bucket_are_copied_out_for_the_next() -> None:
     assert names[:pack] == ["pack start_x+start_y", "start_x+start_y", "unpack start_x", "unpack start_y"]
     assert merged.problem.deps[pack] == (1, 2, 3)  # the wait for their bucket, and both copies
     merging.write(merged)
-
-
-def test_kernels_for_an_operand_alone_move_with_it() -> None:
-    """A constant that only the collective needs is computed for the bucket, not before."""
-    b = Builder()
-    x = b.placeholder("x", (8, 8))
-    starts = [b.reduce(f"start_{i}", b.call(f"filled_{i}", ATEN.full.default, [8, 8], float(i + 1))) for i in range(2)]
-    value = b.relu("value", x)
-    waits = [b.wait(f"done_{i}", start) for i, start in enumerate(starts)]
-    gm = b.done(b.relu("out", waits[0]), b.relu("other", waits[1]), value)
-    merging = Merging(gm)
-    merged = merging.merged(("start_0", "start_1"))
-    names = shown(merged)
-    assert names.index("pack start_0+start_1") == names.index("filled_1") + 1
-    assert names.index("filled_1") == names.index("filled_0") + 1
-    merging.write(merged)
-
-
-def test_without_buckets_the_problem_stays() -> None:
-    merging = Merging(three("all_reduce"))
-    merged, source = merging.merged(), merging.merger.reading.problem
-    assert (merged.problem.names, merged.problem.deps, merged.problem.waits) == (
-        source.names, source.deps, source.waits,
-    )  # fmt: skip
-    assert merged.problem.order == source.order
-    assert merged.problem.allocs == source.allocs
-    assert merged.problem.uses == source.uses
 
 
 # written graphs
@@ -285,16 +203,6 @@ def test_a_second_wait_for_a_part_is_for_a_part_that_is_there() -> None:
     assert len(after.graph.find_nodes(op="call_function", target=WAIT)) == 1
 
 
-def test_written_nodes_are_in_the_order_that_was_decided() -> None:
-    merging = Merging(three("all_gather_into_tensor"))
-    merged = merging.merged(("start_x", "start_y"))
-    order = any_order(merged.problem, 3)
-    after = merging.write(merged, order)
-    place = {node.name: i for i, node in enumerate(after.graph.nodes)}
-    kernels = [merged.problem.names[x] for x in order if x >= 0 and merged.items[x].kind == "node"]
-    assert sorted(kernels, key=place.__getitem__) == kernels
-
-
 def test_the_meta_of_a_start_and_of_its_wait_stay_with_its_part() -> None:
     gm = three("all_reduce")
     nodes = {node.name: node for node in gm.graph.nodes}
@@ -308,21 +216,3 @@ def test_the_meta_of_a_start_and_of_its_wait_stay_with_its_part() -> None:
     assert not any("tensor_meta" in n.meta for n in outs.values())
     (start,) = (n for n in after.graph.nodes if n.target in _OPS and "start_z" not in n.name)
     assert start.meta["stack_trace"] == "model.py:1"
-
-
-def test_free_nodes_come_before_their_first_user_or_after_their_operand() -> None:
-    """A view before the kernel that reads it; items of a tuple and views that nothing needs after what gives them."""
-    b = Builder()
-    x, y = b.placeholder("x", (4, 4)), b.placeholder("y", (4, 4))
-    top = b.call("top", ATEN.topk.default, x, 2)
-    values, _ = b.item("values", top, 0), b.item("unread", top, 1)
-    view = b.call("view", ATEN.view.default, y, [16])
-    returned = b.call("returned", ATEN.view.default, b.relu("relu", y), [16])
-    last = b.call("last", ATEN.exp.default, view)
-    gm = b.done(b.relu("first", values), returned, last)
-    merging = Merging(gm)
-    merged = merging.merged()
-    numbers = {name: i for i, name in enumerate(merged.problem.names)}
-    after = merging.write(merged, [numbers[name] for name in ("last", "top", "relu", "first")])
-    names = [node.name for node in after.graph.nodes]
-    assert names == ["x", "y", "view", "last", "top", "values", "unread", "relu", "returned", "first", "output"]

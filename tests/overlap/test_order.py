@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from tests.overlap.graphs import Builder, assert_same_values, by_name, groups_of, peak, play
+from tests.overlap.graphs import Builder, assert_same_values, by_name, groups_of, peak
 from torch import fx
 
 from meshweave.errors import MeshweaveError
@@ -16,7 +16,7 @@ from meshweave.ir.device_program import DeviceProgram, graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.optimize.overlap.decide import OverlapOptions
 from meshweave.optimize.overlap.order import order_program, without_collector
-from meshweave.optimize.overlap.prices import CostNumbers, costs_of
+from meshweave.optimize.overlap.prices import costs_of
 from meshweave.optimize.overlap.report import OverlapReport
 
 SECONDS = by_name({"gather": 2.0, "free": 2.0, "uses": 1.0})
@@ -47,53 +47,6 @@ def ordered(
     after = copy_of(gm)
     report = order_program(changed(graph_program(after.graph, groups_of(0))), costs_of(cost), cap, options)  # type: ignore[arg-type]
     return after, report
-
-
-def test_the_graph_of_the_program_is_ordered_in_place() -> None:
-    gm = hidden()
-    after, report = ordered(gm)
-    assert [n.name for n in after.graph.nodes] == ["x", "y", "gather", "free", "full", "uses", "output"]
-    assert_same_values(gm, after)
-    assert (report.seconds_before, report.seconds) == (play(gm, SECONDS)[0], play(after, SECONDS)[0]) == (5.0, 3.0)
-    assert report.peak_bytes == peak(after)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"options": replace(PLAIN, choose="best")},
-        {"cost": by_name({}, float("nan"))},
-        {"cap": 1},
-    ],
-)
-def test_an_error_leaves_the_graph_as_it_is(change: dict[str, object]) -> None:
-    after = copy_of(hidden())
-    given = {"options": PLAIN, "cost": SECONDS, "cap": None} | change
-    program = graph_program(after.graph, groups_of(0))
-    with pytest.raises(MeshweaveError):
-        order_program(program, costs_of(given["cost"]), given["cap"], given["options"])  # type: ignore[arg-type]
-    assert str(after.graph) == str(hidden().graph)
-
-
-def test_all_communication_is_scaled_by_the_factor_of_the_options() -> None:
-    """3 s of compute, and of the gather 0, 6 or 20 s, 2 s of which run beside it."""
-    for factor, seconds in ((1e-9, 3.0), (3.0, 7.0), (10.0, 21.0)):
-        _, report = ordered(hidden(), replace(PLAIN, communication_factor=factor))
-        assert report.seconds == pytest.approx(seconds)
-
-
-def test_decisions_follow_the_numbers_that_ranks_agree_on() -> None:
-    """Every rank hands in its own numbers once, and decides by those that it gets."""
-    numbers = []
-
-    def agree(own: CostNumbers) -> CostNumbers:
-        numbers.append(own)
-        return replace(own, numbers=tuple(10 * number for number in own.numbers))
-
-    after = copy_of(hidden())
-    report = order_program(graph_program(after.graph, groups_of(0)), costs_of(SECONDS), None, PLAIN, agree)
-    assert len(numbers) == 1
-    assert report.seconds == 30.0
 
 
 def test_groups_that_the_caller_names_must_be_known() -> None:

@@ -112,7 +112,7 @@ def layered(seed: int) -> fx.GraphModule:
     return b.done(x, *grads)
 
 
-@pytest.mark.slow_rows("5")
+@pytest.mark.slow_rows("0", "5")
 @pytest.mark.parametrize("seed", [0, 4, 5, 14])
 def test_more_memory_is_never_slower(seed: int) -> None:
     """Orders are sought under the same memory whatever the cap, which only admits them; choosing for other machines

@@ -40,7 +40,7 @@ import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.optimize.overlap import OverlapOptions, OverlapReport, overlap
 
-SAMPLE, ALL = 48, 1000
+ALL = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,11 +477,12 @@ def match(queues: Sequence[Sequence[tuple[str, str]]]) -> None:
             heads[rank] += 1
 
 
-@pytest.mark.slow_rows("1", "2")
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.slow_rows("1", "2", "3", "4", "5")
+@pytest.mark.parametrize("part", range(6))
 def test_a_sample_of_random_graphs(part: int) -> None:
     """48 graphs. The sample holds merges and graphs made faster, so that it tests something."""
-    found = [check(seed) for seed in range(part, SAMPLE, 3)]
+    half, first = divmod(part, 3)
+    found = [check(seed) for seed in range(24 * half + first, 24 * half + 24, 3)]  # each seed modulo 8, see check
     assert sum(num for num, _ in found) > 0
     assert sum(saved > 1e-6 for _, saved in found) > len(found) // 3
 

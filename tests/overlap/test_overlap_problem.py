@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 from tests.event_clock import play_by_events
+from tests.overlap.by_hand import all_orders
 
 from meshweave.cost.simulate.clock import Times, Work
 from meshweave.optimize.overlap.bounds import bound_of
@@ -15,6 +14,7 @@ from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.outline import Outline, fold
 from meshweave.optimize.overlap.play import live_at_peak, peak_of, play, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
+from meshweave.optimize.overlap.waits import with_waits
 
 
 def problem_of(seed: int, num_items: int = 24, levels: bool = False) -> Problem:
@@ -42,18 +42,6 @@ def problem_of(seed: int, num_items: int = 24, levels: bool = False) -> Problem:
         made.uses.append(tuple(before))
     made.order = with_waits(made, range(num_items))
     return made
-
-
-def with_waits(problem: Problem, items: Sequence[int]) -> list[int]:
-    """An order of items with each wait as late as can be: at the first use, or at the end."""
-    found, waited = list[int](), set[int]()
-    for i in items:
-        for c in problem.waits[i]:
-            if c not in waited:
-                waited.add(c)
-                found.append(~c)
-        found.append(i)
-    return [*found, *(~c for c in problem.starts if c not in waited)]
 
 
 def on_plain_clock(problem: Problem, order: Order, slowdown: float) -> Times:
@@ -94,48 +82,16 @@ def test_an_order_takes_as_long_as_on_a_plain_clock(seed: int) -> None:
     assert busy + sum(shared.host) + waiting == pytest.approx(played.seconds)
 
 
-def orders_of(problem: Problem, done: tuple[int, ...] = ()) -> Iterator[list[int]]:
-    """Every order of the items."""
-    if len(done) == problem.num_items:
-        yield with_waits(problem, list(done))
-    for i in range(problem.num_items):
-        if i not in done and all(d in done for d in problem.deps[i]):
-            yield from orders_of(problem, (*done, i))
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_no_order_is_below_the_bound_and_the_scheduler_is_near_the_best(seed: int) -> None:
     problem = problem_of(seed, 7)
-    best = min(seconds_of(problem, order) for order in orders_of(problem))
+    best = min(seconds_of(problem, with_waits(problem, order)) for order in all_orders(problem))
     assert bound_of(problem) <= best + 1e-9
     found = min(
         seconds_of(problem, schedule(Outline(problem), Policy(w, fit=f))[0]) for w in (0, 64) for f in (False, True)
     )
     assert best <= found + 1e-9
     assert found <= 1.35 * best
-
-
-def test_the_bound_is_reached_where_streams_fill() -> None:
-    """A gather, then two kernels while another is under way: the head, all compute, and nothing else."""
-    problem = Problem(channels=["a"])
-    rows = [("g", 0, 2.0, (), ()), ("k0", -1, 3.0, (0,), (0,)), ("h", 0, 2.0, (), ()), ("k1", -1, 3.0, (2,), (2,))]
-    for name, channel, seconds, deps, waits in rows:
-        problem.names.append(name)
-        problem.channel.append(channel)
-        problem.seconds.append(0.0 if channel >= 0 else seconds)
-        problem.copy.append(seconds if channel >= 0 else 0.0)
-        problem.host.append(0.0)
-        problem.startup.append(0.0)
-        problem.usage.append(())
-        problem.deps.append(deps)
-        problem.waits.append(waits)
-        problem.is_waited.append(channel >= 0)
-        problem.allocs.append(())
-        problem.uses.append(())
-    problem.order = [0, ~0, 1, 2, ~2, 3]
-    assert seconds_of(problem, problem.order) == 10
-    assert bound_of(problem) == 8
-    assert seconds_of(problem, schedule(Outline(problem), Policy(8))[0]) == 8
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -183,11 +139,3 @@ def test_an_order_that_is_none_is_told() -> None:
     late = next(i for i, deps in enumerate(problem.deps) if deps)
     swapped = [late, *(x for x in problem.order if x != late)]
     assert "comes before" in problem.check(swapped)
-
-
-def test_a_slower_machine_has_slower_communication_only() -> None:
-    problem = problem_of(5)
-    slower = problem.slower(2.0)
-    assert slower.copy == [2 * c for c in problem.copy]
-    assert slower.seconds == problem.seconds
-    assert replace(slower, copy=problem.copy, startup=problem.startup) == problem

@@ -39,8 +39,12 @@ GATHER = functional.all_gather_into_tensor.default
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3)
 
 
-@cache
 def program(mesh: str = "fsdp=2,tp=2", uneven: bool = False, accumulate: int = 1) -> Program:
+    return _program(mesh, uneven, accumulate)
+
+
+@cache
+def _program(mesh: str, uneven: bool, accumulate: int) -> Program:
     sizes = {"batch": 5, "heads": 3} if uneven else {"batch": 4, "heads": 4}
     model, batch, loss = hugging_face("llama", **sizes, layers=1 if uneven or mesh == "fsdp=2,tp=2" else 2)
     spec = read_optimizer(OPTIMIZER(model.parameters()), model)
@@ -48,8 +52,12 @@ def program(mesh: str = "fsdp=2,tp=2", uneven: bool = False, accumulate: int = 1
     return build_program(StepSource(model, loss), batch, spec, Target(mw.Mesh(mesh), None, H100), options)
 
 
-@cache
 def scheduled(mesh: str = "fsdp=2,tp=2", uneven: bool = False, accumulate: int = 1) -> tuple[Any, Any]:
+    return _scheduled(mesh, uneven, accumulate)
+
+
+@cache
+def _scheduled(mesh: str, uneven: bool, accumulate: int) -> tuple[Any, Any]:
     made = program(mesh, uneven, accumulate)
     ordered = overlap_roles(made.roles, H100, microbatches=accumulate)
     return ordered.roles, ordered.reports

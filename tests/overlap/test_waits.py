@@ -35,19 +35,6 @@ def test_each_wait_comes_right_before_its_first_reader_or_at_the_end() -> None:
             assert next_item == (readers[0] if readers else None)
 
 
-def test_waits_that_are_there_already_stay() -> None:
-    order = [0, ~0, 1, 2, 3, ~2, 4, 5]
-    assert with_waits(STEP, order) == [*order, ~5]
-    assert with_waits(STEP, with_waits(STEP, range(6))) == with_waits(STEP, range(6))
-
-
-def test_a_communication_without_a_wait_gets_none() -> None:
-    problem = problem_of(communication("x", 1.0), kernel("k", 1.0))
-    problem.is_waited[0] = False
-    assert with_waits(problem, (0, 1)) == [0, 1]
-    assert sunk_waits(problem, (0, 1), None) == [0, 1]
-
-
 def line(seconds: float, *, first_reader: int = 4) -> Problem:
     """A communication of `seconds`, and five kernels of 1 s, of which the last and `first_reader` need it."""
     kernels = [kernel(f"k{i}", 1.0, *["x"] * (i in (first_reader, 4))) for i in range(5)]
@@ -60,11 +47,6 @@ def test_a_wait_stands_where_twice_the_time_is_over(seconds: float, place: int) 
     problem = line(seconds)
     expected = ["x", *(f"k{i}" for i in range(place)), "~x", *(f"k{i}" for i in range(place, 5))]
     assert named(problem, sunk_waits(problem, range(6), None)) == expected
-
-
-def test_a_wait_that_is_needed_earlier_stands_before_what_needs_it() -> None:
-    problem = line(2.0, first_reader=1)
-    assert named(problem, sunk_waits(problem, range(6), None)) == ["x", "k0", "~x", "k1", "k2", "k3", "k4"]
 
 
 def test_waits_that_nothing_needs_are_in_the_order_in_which_communications_end() -> None:
@@ -97,29 +79,6 @@ def test_a_chain_that_waits_part_becomes_one_piece() -> None:
     assert named(UPDATES, breadth_first) == ["x", "y", "~x", "scale_x", "~y", "scale_y", "add_x", "add_y"]
     expected = ["x", "y", "~x", "scale_x", "add_x", "~y", "scale_y", "add_y"]
     assert named(UPDATES, hoist_continuations(UPDATES, breadth_first)) == expected
-
-
-def test_a_whole_chain_is_hoisted_as_far_as_its_operands_are_there() -> None:
-    problem = problem_of(
-        communication("x", 1.0),
-        communication("y", 1.0),
-        kernel("a", 1.0, "x"),
-        kernel("uses_y", 1.0, "y"),
-        kernel("b", 1.0, "a"),
-        kernel("c", 1.0, "b"),
-        kernel("d", 1.0, "c", "uses_y"),
-    )
-    expected = ["x", "y", "~x", "a", "b", "c", "~y", "uses_y", "d"]
-    assert named(problem, hoist_continuations(problem, with_waits(problem, range(7)))) == expected
-
-
-def test_no_kernel_is_hoisted_over_a_start() -> None:
-    problem = problem_of(
-        communication("x", 1.0), kernel("a", 1.0), kernel("uses_x", 1.0, "x"),
-        communication("y", 1.0, "uses_x"), kernel("b", 1.0, "a"),
-    )  # fmt: skip
-    order = with_waits(problem, range(5))
-    assert hoist_continuations(problem, order) == order
 
 
 @pytest.mark.parametrize("problem", [STEP, UPDATES])

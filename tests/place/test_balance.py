@@ -114,6 +114,7 @@ def mixed() -> tuple[nn.Module, dict[str, Tensor], Any]:
     return Mixed(), batch, lambda out, batch: F.cross_entropy(out.flatten(0, 1), batch["ids"].flatten())
 
 
+@pytest.mark.slow_rows("gather")
 @pytest.mark.parametrize("way", ["gather", "ring"])
 def test_other_ops_along_the_sequence_get_it_as_it_is(way: str) -> None:
     assert difference(mixed(), "cp=2", torch.float64, plan=f"cp:cp:{way}:head_tail")[0] < EXACT
@@ -196,6 +197,7 @@ def test_simulated_devices_have_equal_work(way: str) -> None:
     assert attention_flops(f"{way}:none", 4) > 1.7 * whole
 
 
+@pytest.mark.slow_rows("gather")
 @pytest.mark.parametrize("way", ["gather", "ring"])
 def test_what_a_mask_hides_is_not_computed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pairs of queries and keys that kernels are called for are those of one device, a triangle counted by half."""

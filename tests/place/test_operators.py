@@ -31,12 +31,12 @@ Forward = Callable[["Exact", Tensor], Tensor]
 class Exact(nn.Module):
     """A module whose forward is `body(module, x)`; parameters and results are whole numbers, exact in any order."""
 
-    def __init__(self, body: Forward, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, body: Forward) -> None:
         super().__init__()
         made = torch.Generator().manual_seed(0)
         self.body = body
         for name, shape in {"scale": (8, 12), "weight": (4, 12), "bias": (4,)}.items():
-            value = torch.randint(-3, 4, shape, generator=made).to(dtype)
+            value = torch.randint(-3, 4, shape, generator=made).float()
             setattr(self, name, nn.Parameter(value))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,25 +48,21 @@ def weighted(out: Tensor, batch: Any) -> Tensor:
     return (out * torch.arange(1, out.numel() + 1, dtype=out.dtype).view(out.shape)).sum()
 
 
-def exact_batch(dtype: torch.dtype) -> tuple[Tensor]:
-    return (torch.randint(-4, 5, (8, 12), generator=torch.Generator().manual_seed(1)).to(dtype),)
+def exact_batch() -> tuple[Tensor]:
+    return (torch.randint(-4, 5, (8, 12), generator=torch.Generator().manual_seed(1)).float(),)
 
 
-def compiled(
-    model: nn.Module, mesh: str | Mesh, plan: Plan | None = REPLICATE, dtype: torch.dtype = torch.float32
-) -> mw.TrainStep:
-    return mw.compile(model, loss=weighted, example=exact_batch(dtype), mesh=mesh, plan=plan)
+def compiled(model: nn.Module, mesh: str | Mesh, plan: Plan | None = REPLICATE) -> mw.TrainStep:
+    return mw.compile(model, loss=weighted, example=exact_batch(), mesh=mesh, plan=plan)
 
 
-def assert_exact(
-    body: Forward, mesh: str | Mesh, plan: Plan | None = REPLICATE, dtype: torch.dtype = torch.float32
-) -> mw.TrainStep:
+def assert_exact(body: Forward, mesh: str | Mesh, plan: Plan | None = REPLICATE) -> mw.TrainStep:
     """Loss and every gradient equal eager PyTorch to the bit. Returns the step."""
-    model, batch = Exact(body, dtype), exact_batch(dtype)
+    model, batch = Exact(body), exact_batch()
     eager = copy.deepcopy(model)
     expected = weighted(eager(*batch), batch)
     expected.backward()
-    step = compiled(model, mesh, plan, dtype)
+    step = compiled(model, mesh, plan)
     assert step(batch) == expected.item()
     found = step.gradients()
     wanted = {n: p.grad for n, p in eager.named_parameters() if p.grad is not None}
@@ -81,34 +77,31 @@ def moves(step: mw.TrainStep, phase: str) -> list[tuple[str, str, str]]:
     return [(r.kind, r.source, r.target) for r in step.explain() if r.phase == phase]
 
 
-# the four operators, each dim, degrees 1, 2 and 4, two dtypes
+# the four operators, each dim, degrees 1, 2 and 4
 
 DEGREES = pytest.mark.parametrize("degree", [1, 2, 4])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-DIMS = pytest.mark.parametrize("dim", [0, 1, -1])
+DIMS = pytest.mark.parametrize("dim", [0, -1])
 
 
 def cut(dim: int) -> str:
     return "[{a}, {}]" if dim == 0 else "[{}, {a}]"
 
 
-@DTYPES
 @DEGREES
-def test_replicate_keeps_the_value_and_sums_the_gradients_of_the_replicas(degree: int, dtype: torch.dtype) -> None:
+def test_replicate_keeps_the_value_and_sums_the_gradients_of_the_replicas(degree: int) -> None:
     def body(m: Exact, x: Tensor) -> Tensor:
         """Column-parallel: every replica of x meets its own columns, so its gradient is a part of the sum."""
         return F.relu(mw.replicate(x, "a")) @ mw.repartition(m.weight, dim=0, axis="a").t()
 
-    step = assert_exact(body, f"a={degree}", dtype=dtype)
+    step = assert_exact(body, f"a={degree}")
     reduced = [m for m in moves(step, "backward") if m[0] == "all_reduce"]
     assert reduced == ([("all_reduce", "[{}, {}] partial(sum: a)", "[{}, {}]")] if degree > 1 else [])
 
 
-@DTYPES
 @DEGREES
 @DIMS
-def test_repartition_scatters_and_its_gradient_is_gathered(dim: int, degree: int, dtype: torch.dtype) -> None:
-    step = assert_exact(lambda m, x: F.relu(mw.repartition(x, dim=dim, axis="a")), f"a={degree}", dtype=dtype)
+def test_repartition_scatters_and_its_gradient_is_gathered(dim: int, degree: int) -> None:
+    step = assert_exact(lambda m, x: F.relu(mw.repartition(x, dim=dim, axis="a")), f"a={degree}")
     if degree > 1:
         assert ("slice", "[{}, {}]", cut(dim)) in moves(step, "forward")
         assert ("all_gather", cut(dim), "[{}, {}]") in moves(step, "backward")
@@ -116,19 +109,12 @@ def test_repartition_scatters_and_its_gradient_is_gathered(dim: int, degree: int
         assert step.explain() == []
 
 
-@DTYPES
 @DEGREES
 @DIMS
-def test_combine_gathers_and_its_gradient_is_a_slice(dim: int, degree: int, dtype: torch.dtype) -> None:
-    def body(m: Exact, x: Tensor) -> Tensor:
-        return F.relu(mw.combine(torch.tanh(mw.repartition(x, dim=dim, axis="a")).round(), dim=dim, axis="a"))
-
-    model = compiled(Exact(body, dtype), f"a={degree}", dtype=dtype)
-    assert (("all_gather", cut(dim), "[{}, {}]") in moves(model, "forward")) or degree == 1
+def test_combine_gathers_and_its_gradient_is_a_slice(dim: int, degree: int) -> None:
     step = assert_exact(
         lambda m, x: F.relu(mw.combine(mw.repartition(x, dim=dim, axis="a") * 3, dim=dim, axis="a")),
         f"a={degree}",
-        dtype=dtype,
     )
     if degree > 1:
         assert ("all_gather", cut(dim), "[{}, {}]") in moves(step, "forward")
@@ -137,14 +123,13 @@ def test_combine_gathers_and_its_gradient_is_a_slice(dim: int, degree: int, dtyp
         assert step.explain() == []
 
 
-@DTYPES
 @DEGREES
-def test_linear_of_a_cut_input_is_partial_and_reduction_adds_it_up(degree: int, dtype: torch.dtype) -> None:
+def test_linear_of_a_cut_input_is_partial_and_reduction_adds_it_up(degree: int) -> None:
     def body(m: Exact, x: Tensor) -> Tensor:
         y = F.linear(mw.repartition(x, dim=1, axis="a"), m.weight, m.bias)
         return F.relu(mw.reduction(y, "a"))
 
-    step = assert_exact(body, f"a={degree}", dtype=dtype)
+    step = assert_exact(body, f"a={degree}")
     if degree > 1:
         assert ("all_reduce", "[{}, {}] partial(sum: a)", "[{}, {}]") in moves(step, "forward")
         assert ("to_partial", "[{}]", "[{}] partial(sum: a)") in moves(step, "forward")  # the bias counts once
@@ -190,18 +175,6 @@ def test_of_nested_degrees_only_the_part_that_is_named_collapses() -> None:
     assert gathers == [("all_gather", "[{a,b}, {}]", "[{a}, {}]"), ("all_gather", "[{a}, {}]", "[{}, {}]")]
 
 
-def test_the_outer_part_may_collapse_first() -> None:
-    def body(m: Exact, x: Tensor) -> Tensor:
-        x = mw.repartition(mw.repartition(x, dim=1, axis="a"), dim=1, axis="b")
-        return mw.combine(mw.combine(x * 2, dim=1, axis="a") * 5, dim=1, axis="b")
-
-    step = assert_exact(body, NESTED, BOTH)
-    assert [(m[1], m[2]) for m in moves(step, "forward")][-2:] == [
-        ("[{}, {a,b}]", "[{}, {b}]"),
-        ("[{}, {b}]", "[{}, {}]"),
-    ]
-
-
 def test_repartitions_of_two_dims_chain() -> None:
     def body(m: Exact, x: Tensor) -> Tensor:
         x = F.relu(mw.repartition(mw.repartition(x, dim=0, axis="a"), dim=1, axis="b"))
@@ -217,15 +190,6 @@ def test_repartition_takes_an_axis_from_one_dim_to_another() -> None:
     )
     assert ("all_to_all", "[{a}, {}]", "[{}, {a}]") in moves(step, "forward")
     assert ("all_to_all", "[{}, {a}]", "[{a}, {}]") in moves(step, "backward")
-
-
-def test_two_axes_reduce_in_one_operator() -> None:
-    def body(m: Exact, x: Tensor) -> Tensor:
-        y = mw.repartition(x, dim=1, axis=["a", "b"]) @ m.weight.t()
-        return F.relu(mw.reduction(y, ("a", "b")))
-
-    step = assert_exact(body, NESTED, BOTH)
-    assert ("all_reduce", "[{}, {}] partial(sum: a,b)", "[{}, {}]") in moves(step, "forward")
 
 
 LAYOUTS = ["[{}, {}]", "[{a}, {}]", "[{}, {a}]", "[{a}, {b}]", "[{b,a}, {}]", "[{}, {a,b}]", "[{b}, {}]"]
@@ -247,15 +211,6 @@ def test_any_chain_of_layouts_keeps_values_and_gradients(texts: list[str], mesh:
     assert [(m[1], m[2]) for m in moves(step, "forward") if len(m[1]) > 2 and "partial" not in m[1]][
         : len(changes)
     ] == changes
-
-
-def test_a_model_may_ask_for_a_partial_value_and_add_it_up() -> None:
-    def body(m: Exact, x: Tensor) -> Tensor:
-        x = mw.move(x, Layout.parse("[{}, {}] partial(sum: a)", Mesh("a=4")))
-        return F.relu(mw.reduction(x * 3, "a"))
-
-    step = assert_exact(body, "a=4")
-    assert ("all_reduce", "[{}, {}] partial(sum: a)", "[{}, {}]") in moves(step, "forward")
 
 
 def test_operators_do_nothing_in_eager_and_on_one_device() -> None:

@@ -65,6 +65,7 @@ def answers() -> tuple[dict[str, Counter[str]], dict[str, list[str]]]:
     return table, different
 
 
+@pytest.mark.slow
 def test_no_unexplained_disagreement(answers: tuple[dict[str, Counter[str]], dict[str, list[str]]]) -> None:
     _, different = answers
     assert set(different) == set(KNOWN_DIFFERENCES), different
@@ -73,6 +74,7 @@ def test_no_unexplained_disagreement(answers: tuple[dict[str, Counter[str]], dic
         assert all(wanted in text for text in different[op]), different[op]
 
 
+@pytest.mark.slow
 def test_most_ops_are_really_compared(answers: tuple[dict[str, Counter[str]], dict[str, list[str]]]) -> None:
     table, _ = answers
     assert sum(bool(counts[AGREES]) for counts in table.values()) >= NUM_OPS_AGREEING

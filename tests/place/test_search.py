@@ -138,10 +138,6 @@ def test_no_other_choice_of_styles_is_cheaper(rows: int, widths: tuple[int, ...]
     assert best <= price(Plan.auto_tp("tp")) <= best * (1.0 if len(names) == 2 else 1.02)
 
 
-def test_the_choice_does_not_depend_on_chance() -> None:
-    assert used(compiled(Deep(2), "dp=2,tp=2")) == used(compiled(Deep(2), "dp=2,tp=2"))
-
-
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=3", "dp=2,tp=2", "fsdp=2,tp=2"])
 def test_the_chosen_step_trains_like_one_device(mesh: str) -> None:
     assert_equals_eager(Deep(2), batches(2, (4, 8), (4, 8)), mesh)
@@ -176,18 +172,3 @@ def test_what_the_search_has_decided_is_not_decided_again(monkeypatch: pytest.Mo
     assert first > 0
     assert max(others) < first
     assert last == 0
-
-
-def test_no_candidate_is_placed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search places each choice of styles once, and the step is placed once more in the end."""
-    placed: list[str] = []
-
-    def placing(step: Any, placement: Any, **options: Any) -> Any:
-        placed.append(str(sorted((n, str(layout)) for n, layout in placement.used.items())))
-        return place(step, placement, **options)
-
-    monkeypatch.setattr(build, "place", placing)
-    compiled(MLP())
-    *tried, last = placed
-    assert len(tried) == len(set(tried)) == 3  # of four: (rowwise, colwise) is no neighbour of the best
-    assert last in tried

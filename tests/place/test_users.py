@@ -46,6 +46,7 @@ def scattered(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits * torch.zeros_like(logits).scatter(1, several, 0.5) * labels.unsqueeze(-1)).square().mean()
 
 
+@pytest.mark.slow_rows("cross_entropy-tp=2", "one_hot-fsdp=2,tp=3", "compared-tp=2", "scattered-fsdp=2,tp=3")
 @pytest.mark.parametrize("mesh", ["tp=2", "fsdp=2,tp=3"])
 @pytest.mark.parametrize("loss", [cross_entropy, one_hot, compared, scattered])
 def test_no_device_makes_a_vocabulary_that_the_logits_are_sharded_by(

@@ -56,14 +56,6 @@ def test_pieces_of_a_view(shapes: tuple[list[int], list[int]], size: int, unit: 
             assert torch.equal(piece.reshape(box.size), value.reshape(after)[box.slices()])
 
 
-@given(reshapes())
-def test_factors_make_up_the_dims(shapes: tuple[list[int], list[int]]) -> None:
-    before, after = shapes
-    build, old, new = split_and_merge(before, after)
-    assert [prod(build.sizes[f] for f in dim) for dim in old] == before
-    assert [prod(build.sizes[f] for f in dim) for dim in new] == after
-
-
 def test_what_views_keep() -> None:
     """Merged and split dims keep their outermost factor; where dims do not nest nothing is kept."""
     for before, after, kept in [

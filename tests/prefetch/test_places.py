@@ -88,24 +88,6 @@ def test_a_negative_number_of_blocks_is_an_error() -> None:
     assert (error.value.got, error.value.expected) == ("prefetch=-1", "0 or more")
 
 
-def test_a_block_is_what_is_under_an_index_or_else_a_module() -> None:
-    """Both gathers of layer 0 come before the wait of the module in front, the first of them with what both need."""
-    w = Written()
-    x, front, a, b = w.input("x", "batch"), w.input("front", rows=2), w.input("a", rows=2), w.input("b", rows=2)
-    w.at = Origin("forward", "model.front")
-    x = w.mm("mm_front", x, w.wait("full_front", w.gather("gather_front", front)))
-    w.at = Origin("forward", "model.layers.0.up")
-    both = w.relu("both", a)
-    x = w.mm("mm_a", x, w.wait("full_a", w.gather("gather_a", both)))
-    w.at = Origin("forward", "model.layers.0.down")
-    x = w.mm("mm_b", x, w.wait("full_b", w.gather("gather_b", w.add("plus", both, b))))
-    role = w.role(("loss", x))
-    before = copied_graph(role.graph)
-    ahead = "gather_front both gather_a plus gather_b full_front mm_front full_a mm_a full_b mm_b"
-    assert order(prefetch(role, 1)) == ahead
-    assert_same_values(role, before)
-
-
 def test_a_block_is_due_at_its_first_wait() -> None:
     """The second block is gathered before the first wait of the first, wherever its other wait stands."""
     w = Written()
@@ -118,18 +100,6 @@ def test_a_block_is_due_at_its_first_wait() -> None:
     x = w.mm("mm_c", x, w.wait("full_c", w.gather("gather_c", c)))
     role = prefetch(w.role(("loss", x)), 1)
     assert order(role) == "gather_a gather_b gather_c full_b mm_b full_a mm_a full_c mm_c"
-
-
-def test_what_starts_earlier_already_stays_there() -> None:
-    w = Written()
-    x, a, b = w.input("x", "batch"), w.input("a", rows=2), w.input("b", rows=2)
-    w.at = Origin("forward", "layers.1")
-    start = w.gather("gather_1", b)
-    w.at = Origin("forward", "layers.0")
-    x = w.mm("mm_0", x, w.wait("full_0", w.gather("gather_0", a)))
-    w.at = Origin("forward", "layers.1")
-    x = w.mm("mm_1", x, w.wait("full_1", start))
-    assert order(prefetch(w.role(("loss", x)), 1)) == "gather_1 gather_0 full_0 mm_0 full_1 mm_1"
 
 
 @pytest.mark.parametrize(("kind", "is_moved"), [("param", True), ("buffer", True), ("state", True), ("batch", False)])
@@ -220,16 +190,6 @@ def test_without_an_update_the_last_block_keeps_its_place() -> None:
     assert order(delay_gradient_waits(role)) == "gb sb ga wb sa wa"
 
 
-def test_only_moves_of_backward_are_settled() -> None:
-    role = backward({1: "b", 0: "a"}, phase="forward")
-    assert order(delay_gradient_waits(role)) == "gb sb wb ga sa wa ub ua"
-
-
-def test_reductions_of_the_last_microbatch_are_settled_among_themselves() -> None:
-    role = backward({1: "b", 0: "a"}, phase="reduce")
-    assert order(delay_gradient_waits(role)) == "gb sb ga wb sa wa ub ua"
-
-
 def test_a_wait_that_is_late_comes_forward() -> None:
     """All gradients are waited for after all are computed: as if each had been waited for at once."""
     w = Written()
@@ -241,18 +201,6 @@ def test_a_wait_that_is_late_comes_forward() -> None:
     for name, start in zip("cba", starts, strict=True):
         gradients.append(w.wait(f"w{name}", start))
     assert order(delay_gradient_waits(w.role(*(("grad", g) for g in gradients)))) == "gc sc gb wc sb ga wb sa wa"
-
-
-def test_a_gradient_of_the_last_block_may_be_waited_for_in_the_update() -> None:
-    """Where it is used: after the update of another."""
-    w = Written()
-    x = w.input("x", "batch")
-    w.at = Origin("backward", "layers.0")
-    near, far = (w.scatter(f"s{i}", w.mm(f"g{i}", x, x)) for i in range(2))
-    w.at = Origin("update")
-    new = [w.relu(f"u{i}", w.wait(f"w{i}", start)) for i, start in enumerate((near, far))]
-    role = w.role(*(("grad", n.args[0]) for n in new), *(("param", n) for n in new))
-    assert order(delay_gradient_waits(role)) == "g0 s0 g1 s1 w0 u0 w1 u1"
 
 
 def test_a_gradient_that_is_used_earlier_is_waited_for_there() -> None:
@@ -291,21 +239,3 @@ def test_a_step_with_devices_of_other_roles_begins_where_it_did() -> None:
     names = order(role).split()
     assert order(role, [n for n in names if n[0] not in "gsvr"]) == "g1 s1 v1 r1 g0 s0 v0 r0"
     assert names.index("w1") > names.index("g0")
-
-
-def test_of_a_sum_so_far_the_addend_is_the_gradient() -> None:
-    """With several microbatches a gradient is added to the sum so far."""
-    w = Written()
-    x, sums = w.input("x", "batch"), [w.input(f"sum_{i}", "acc", rows=2) for i in range(2)]
-    gradients = []
-    for i in (1, 0):
-        w.at = Origin("backward", f"layers.{i}")
-        x = w.mm(f"g{i}", x, x)
-        gradients.append(w.wait(f"w{i}", w.scatter(f"s{i}", x)))
-    totals = [
-        w.add(f"t{i}", so_far, gradient) for i, (so_far, gradient) in enumerate(zip(sums, gradients, strict=True))
-    ]
-    role = w.role(*(("acc", t) for t in totals))
-    before = copied_graph(role.graph)
-    assert order(delay_gradient_waits(role)) == "g1 s1 g0 w1 s0 w0 t0 t1"
-    assert_same_values(role, before)

@@ -246,18 +246,6 @@ def test_a_click_on_an_exposed_communication_says_why(open_page: Open) -> None:
     assert begin <= step.spans[blocker].start * 1e9 <= end
 
 
-@pytest.mark.slow
-def test_a_hidden_communication_says_so_and_escape_selects_nothing(open_page: Open) -> None:
-    step = sample()
-    hidden = next(s.index for s in step.spans if s.kind != "compute" and not s.exposed_seconds)
-    page = open_page(step)
-    page.evaluate(f"meshweave.select({hidden})")
-    assert "Its role computes all the while" in page.inner_text("#details")
-    page.keyboard.press("Escape")
-    assert page.evaluate("meshweave.state.selected") == -1
-    assert "Nothing selected" in page.inner_text("#details")
-
-
 def test_the_table_sorts_filters_and_selects(open_page: Open) -> None:
     step = sample()
     page = open_page(step)
@@ -283,21 +271,6 @@ def test_the_table_sorts_filters_and_selects(open_page: Open) -> None:
     assert end - begin < 5 * span.seconds * 1e9
     page.fill("#filter", "no such words")
     assert "No communication has these words" in page.inner_text("#sheet")
-
-
-@pytest.mark.slow
-def test_the_graph_shows_neighbours_and_a_click_walks(open_page: Open) -> None:
-    step = sample()
-    reduce = next(s for s in step.spans if s.op == "all_reduce")
-    page = open_page(step)
-    page.evaluate(f"meshweave.select({reduce.index})")
-    page.click("#tabs [data-tab=graph]")
-    assert page.locator(".graph .node.center").get_attribute("data-span") == str(reduce.index)
-    shown = {int(n.get_attribute("data-span")) for n in page.locator(".graph .node").all()}
-    assert set(reduce.needs) < shown
-    page.click(f".graph .node[data-span='{reduce.needs[0]}']")
-    assert page.evaluate("meshweave.state.selected") == reduce.needs[0]
-    assert page.locator(".graph .node.center").get_attribute("data-span") == str(reduce.needs[0])
 
 
 @pytest.mark.slow
@@ -356,22 +329,6 @@ def test_twenty_thousand_spans_are_drawn_in_time(open_page: Open, record_propert
 
 
 @pytest.mark.slow
-def test_dark_and_light_are_drawn_in_their_own_colors(open_page: Open) -> None:
-    """The canvas as the style sheet: background, and a pixel of the timeline behind the lanes."""
-    step = sample()
-    corner = "[...document.getElementById('timeline').getContext('2d').getImageData(4, 4, 1, 1).data].slice(0, 3)"
-    for dark in (False, True):
-        page = open_page(step, dark=dark)
-        page.wait_for_timeout(100)
-        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        red = int(re.findall(r"\d+", background)[0])
-        pixel = page.evaluate(corner)
-        assert (red < 60) == dark
-        assert (max(pixel) < 60) == dark
-        assert (min(pixel) > 200) != dark
-
-
-@pytest.mark.slow
 def test_a_step_of_which_little_is_known_is_shown_all_the_same(open_page: Open) -> None:
     full = sample()
     role = replace(full.roles[0], memory=(), at_peak=())
@@ -393,13 +350,6 @@ def test_a_step_without_roles_is_an_error() -> None:
         html_page(replace(sample(), roles=(), spans=()))
 
 
-@pytest.mark.slow
-def test_it_fits_a_small_window(open_page: Open) -> None:
-    page = open_page(sample(), size=(1024, 720))
-    assert page.evaluate("document.documentElement.scrollWidth") <= 1024
-    assert page.evaluate("document.getElementById('timeline').clientWidth") > 400
-
-
 def test_a_narrow_page_scrolls_down_only_and_everything_is_on_it(open_page: Open) -> None:
     step = sample()
     page = open_page(step, moves_of(step), size=(400, 800))
@@ -412,16 +362,3 @@ def test_a_narrow_page_scrolls_down_only_and_everything_is_on_it(open_page: Open
     box = page.evaluate(f"meshweave.zoomTo({most_exposed(step)}), meshweave.boxOf({most_exposed(step)})")
     assert 0 < box["x"] < box["x"] + box["width"] < 400
     assert box["width"] > 50
-
-
-@pytest.mark.slow
-def test_many_roles_begin_folded_and_open_when_a_task_is_selected(open_page: Open) -> None:
-    step = sample(roles=12, layers=1)
-    page = open_page(step)
-    last = max(s.index for s in step.spans if s.role == 11 and s.kind == "collective")
-    page.evaluate(f"meshweave.select({last})")
-    x, y = middle_of(page, last)
-    box = page.locator("#scroller").bounding_box()
-    assert box["y"] < y < box["y"] + box["height"]
-    page.mouse.click(x, y)
-    assert page.evaluate("meshweave.state.selected") == last

@@ -68,18 +68,6 @@ def test_a_communication_runs_beside_compute_and_is_waited_for() -> None:
     assert times.starts[3] == 5.0
 
 
-def test_two_communications_on_one_link_share_it() -> None:
-    """Alone each takes 4 s at full bandwidth; begun together, both take 8 s."""
-    tasks = [mark(), mark(), copy(4.0), copy(4.0)]
-    times = run([[0, 1], [2], [3]], [[], [], [0], [1]], tasks)
-    assert times.ends[2:] == [8.0, 8.0]
-
-
-def test_links_that_are_not_full_are_not_slow() -> None:
-    tasks = [mark(), mark(), copy(4.0, ("net", 0.5)), copy(4.0, ("net", 0.5))]
-    assert run([[0, 1], [2], [3]], [[], [], [0], [1]], tasks).ends[2:] == [4.0, 4.0]
-
-
 def test_a_share_ends_when_the_other_does() -> None:
     """2 s alone, then half speed beside a copy of 1 s of work (2 s), then alone again."""
     tasks = [mark(), kernel(2.0), mark(), copy(4.0), copy(1.0)]
@@ -87,11 +75,6 @@ def test_a_share_ends_when_the_other_does() -> None:
     assert times.starts[4] == 2.0
     assert times.ends[4] == 4.0
     assert times.ends[3] == 5.0
-
-
-def test_different_links_do_not_meet() -> None:
-    tasks = [mark(), mark(), copy(4.0, ("node", 1.0)), copy(4.0, ("net", 1.0))]
-    assert run([[0, 1], [2], [3]], [[], [], [0], [1]], tasks).ends[2:] == [4.0, 4.0]
 
 
 def test_compute_is_slower_beside_communication() -> None:
