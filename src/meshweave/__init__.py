@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshweave.capture.step import Precision
+from meshweave.capture.step import LossScale, Precision
 from meshweave.compile import compile
 from meshweave.cost.hardware import AlphaBeta, MachineProfile, load_profile
 from meshweave.cost.simulate.result import Simulation
@@ -43,6 +43,7 @@ __all__ = [
     "CheckpointError",
     "Layout",
     "LayoutError",
+    "LossScale",
     "MachineProfile",
     "Mesh",
     "MeshError",

@@ -17,7 +17,7 @@ from meshweave.capture.guards import check_autocast
 from meshweave.capture.model_checks import check_loss, check_new_tensors, check_not_compiled, check_shapes
 from meshweave.capture.optimizer_groups import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
-from meshweave.capture.step import CaptureOptions, Part, Precision, StepSource
+from meshweave.capture.step import CaptureOptions, LossScale, Part, Precision, StepSource
 from meshweave.cost.calibrate import costs_for
 from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.errors import CaptureError, PlanError
@@ -84,8 +84,13 @@ class CompileOptions:
     def settings(self, has_gradients: bool) -> SessionSettings:
         """The settings of a session; `has_gradients`: whether gradients are results of the step."""
         run = replace(self.run, keep_gradients=self.run.keep_gradients or has_gradients)
+        scale = self.capture.precision.loss_scale
         return SessionSettings(
-            accumulate=self.capture.accumulate, seed=self.capture.seed, weights=self.weights, run=run
+            accumulate=self.capture.accumulate,
+            seed=self.capture.seed,
+            weights=self.weights,
+            loss_scale=scale if isinstance(scale, LossScale) else LossScale(),
+            run=run,
         )
 
     def texts(self, mesh: Mesh, plan: Plan | None, pipeline: Pipeline) -> Any:
@@ -242,7 +247,8 @@ def compile(
         of the step. It implies the pass overlap. If no order stays under the cap, the error names the least possible
         peak and its tensors.
     accumulate: microbatches per step. clip_grad_norm: clip by global norm.
-    precision: the dtype of autocast, or a `Precision` with other dtypes of parameters and sums.
+    precision: the dtype of autocast, or a `Precision` with other dtypes of parameters and sums. Where gradients are
+        computed through float16 the loss is scaled as by `torch.amp.GradScaler` (`Precision.loss_scale`).
     seed: of initial parameters, dropout and other random numbers.
     shapes: further batches to compile for at once; only their shapes count. A batch of another shape is compiled for
         when first seen. All programs share the same state.

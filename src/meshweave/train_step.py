@@ -149,15 +149,16 @@ class CompiledStep:
             self.session.state.num_steps = max(counts, default=self.session.state.num_steps)
             self.numbers.read()
 
-    def _stepped(self, variant: Variant) -> None:
+    def _stepped(self, variant: Variant, is_skipped: bool) -> None:
         self.last = variant
-        if self.eager_update is not None:
+        if self.eager_update is not None and not is_skipped:
             self.eager_update.run(variant.session)
         if self.optimizer is not None and self.numbers is not None:
-            self.numbers.commit()
             for part in parts_of(self.optimizer):
                 mark_stepped(part)
-            self._publish()
+            if not is_skipped:
+                self.numbers.commit()
+                self._publish()
 
     def _publish(self) -> None:
         """Copy the optimizer's state into `optimizer.state`, that of parameters that have taken a step."""
@@ -176,12 +177,12 @@ class CompiledStep:
     def save(self, path: str) -> None:
         """Write a checkpoint."""
         saved = self._saved_state()
-        saved.save(path, self.session.state.num_steps, self.session.settings.seed)
+        saved.save(path, self.session.state, self.session.settings.seed)
 
     def async_save(self, path: str) -> Future[None]:
         """Write a checkpoint of the present state on a thread."""
         saved, session = self._saved_state(), self.session
-        begin = partial(saved.async_save, path, session.state.num_steps, session.settings.seed)
+        begin = partial(saved.async_save, path, session.state, session.settings.seed)
         return session.saves.begin(session.world, begin)
 
     def load(self, path: str) -> None:
@@ -293,14 +294,17 @@ class TrainStep:
             raise StepError("this step cannot be compiled again", hint="it was not made by mw.compile")
         self.session.world.note(f"compiles again: {why}")
         _LOG.warning("the step is compiled again: %s", why)
-        num_steps, saves = self.num_steps, self.session.saves
+        before = self.session
         self._compiled = self._compile_again()
-        self.session.saves, self.session.state.num_steps = saves, num_steps
+        state = self.session.state
+        self.session.saves, state.num_steps, state.scaler = before.saves, before.state.num_steps, before.state.scaler
 
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers of the last step: `loss`, with `clip_grad_norm` `grad_norm`, and what a loss function returned as
-        `(loss, {"name": number})`, of the global batch, averaged over microbatches. On CUDA this waits for the step."""
+        `(loss, {"name": number})`, of the global batch, averaged over microbatches. If the loss is scaled, also
+        `grad_norm`, the `loss_scale` of the next step, and the number of `skipped_steps` so far. On CUDA this waits for
+        the step."""
         return {name: float(value) for name, value in self._compiled.last.session.values.items()}
 
     @property

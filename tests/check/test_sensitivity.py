@@ -123,7 +123,7 @@ class Mutant:
 
 
 adam, sgd = partial(Mutant, torch_adam._single_tensor_adam), partial(Mutant, torch_sgd._single_tensor_sgd)
-row, clipped = partial(Mutant, optimizer_arithmetic._addcdiv), step._clipped
+row, clipped, norm = partial(Mutant, optimizer_arithmetic._addcdiv), step._clipped, step._norm
 MUTANTS = [
     adam("param.mul_(1 - lr * weight_decay)", "pass"),
     adam("1 - lr * weight_decay", "1 - weight_decay"),
@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(clipped, "g * scale", "g", SGD, 0.1),
     Mutant(clipped, "g * scale", "g", ADAMW, 0.1),
     Mutant(clipped, "max=1.0", "max=2.0", SGD, 1e3),
-    Mutant(clipped, "square_sum(norms).sqrt()", "norms.max()", SGD, 0.1),
+    Mutant(norm, "square_sum(norms).sqrt()", "norms.max()", SGD, 0.1),
     row("value * a / b", "a / b"),
     row("value * a / b", "value * a"),
 ]
@@ -158,8 +158,8 @@ SLOW = [pytest.param(m, id=str(m), marks=() if i in QUICK else pytest.mark.slow)
 
 
 def apply(monkeypatch: pytest.MonkeyPatch, mutant: Mutant) -> None:
-    if mutant.function is clipped:
-        monkeypatch.setattr(step, "_clipped", mutant.changed())
+    if mutant.function in (clipped, norm):
+        monkeypatch.setattr(step, mutant.function.__name__, mutant.changed())
         return
     if mutant.function is optimizer_arithmetic._addcdiv:
         monkeypatch.setattr(optimizer_arithmetic, "ARITHMETIC", {**ARITHMETIC, "addcdiv": mutant.changed()})

@@ -8,6 +8,7 @@ over the batch).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -233,6 +234,23 @@ _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
 }
 
 
+_GRAD_SCALER = torch.amp.grad_scaler.__file__
+
+
+def _check_unscaled() -> None:
+    """CaptureError for a product that `GradScaler.scale` computes: nobody would unscale the gradients."""
+    if sys._getframe(2).f_code.co_filename == _GRAD_SCALER:
+        raise CaptureError(
+            "the model or the loss scales the loss by a torch.amp.GradScaler, but the step does so by itself",
+            where=user_line(),
+            got="a call of scaler.scale(...)",
+            expected="the loss as it is",
+            hint="remove the scaler. The loss is scaled wherever gradients are computed through float16, or by "
+            "precision=mw.Precision(loss_scale=mw.LossScale(init_scale=...)); step.metrics has loss_scale and "
+            "skipped_steps",
+        )
+
+
 def _check_seen(func: Any, x: Any) -> None:
     """CaptureError for accesses that the trace would not see. Address and elements of a constant may be read."""
     if func in (Tensor.data_ptr, *_ARRAYS) and not isinstance(x, FakeTensor):
@@ -272,6 +290,8 @@ class CapturedFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.mul:
+            _check_unscaled()
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return f"<{args[0].dtype} of shape {tuple(args[0].shape)}>"  # the step is logged while it is captured
         # Parameters and buffers are checked when the step has run.

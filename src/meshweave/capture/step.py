@@ -23,7 +23,15 @@ from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.param_dtype import ParamDtype, cast_gradients_early, cast_parameters, dtypes_of
 from meshweave.capture.record import REGISTER, Call, Overwritten, Record, storage_of
-from meshweave.capture.step_inputs import StepValues, by_kind, fake_inputs, rebuilt, state_name, step_inputs
+from meshweave.capture.step_inputs import (
+    LOSS_SCALE,
+    StepValues,
+    by_kind,
+    fake_inputs,
+    rebuilt,
+    state_name,
+    step_inputs,
+)
 from meshweave.capture.trace import Provenance, capture_errors, trace
 from meshweave.capture.tracer import GraphTracer
 from meshweave.errors import CaptureError, PlanError
@@ -31,8 +39,9 @@ from meshweave.interop.fake import FakeTensorMode
 from meshweave.interop.modules import pass_for_parameter, plain_batch_norm
 from meshweave.interop.process_groups import refused_communication
 from meshweave.interop.tracing import check_checkpoints, gradients
-from meshweave.ir.graph import Origin, StepGraph
+from meshweave.ir.graph import Origin, StepGraph, origin_of, wide_dtype
 from meshweave.ir.ops import square_sum
+from meshweave.ops.registry import result_specs
 
 Hooks = Callable[[nn.Module], AbstractContextManager[None]]
 
@@ -42,8 +51,29 @@ Part = Literal["train", "loss", "outputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """How the loss is scaled before backward, so that gradients do not underflow in float16: the numbers of
+    `torch.amp.GradScaler`. After a step whose gradients are not finite, which changes no parameter, the scale is
+    multiplied by `backoff_factor`, after `growth_interval` other steps in a row by `growth_factor`."""
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        is_valid = self.init_scale > 0 and self.growth_factor > 1 > self.backoff_factor > 0 and self.growth_interval > 0
+        if not is_valid:
+            raise PlanError(
+                "invalid loss scale",
+                got=str(self),
+                expected="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval > 0",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The dtypes of a step's values, and of sums over devices and microbatches.
+    """The dtypes of a step's values, of sums over devices and microbatches, and the scale of the loss.
 
     autocast: dtype of the forward pass, as `torch.autocast` casts.
     param_dtype: cast floating-point parameters to this dtype before the forward pass. Stored parameters, gradients in
@@ -55,12 +85,16 @@ class Precision:
         step but store whole gradients where fsdp stores shards; "shards": reduce-scattered in each microbatch over the
         axes that shard the parameter; "auto": whole, unless a device would then exceed memory_cap_bytes or, without it,
         the machine profile's memory. `program.accumulation` and `meshweave plan` report the choice.
+    loss_scale: whether the loss is scaled. "auto": if gradients are computed through float16, as by
+        `torch.amp.GradScaler()`; a `LossScale` with other numbers; None: never. `step.metrics` has `loss_scale` and
+        `skipped_steps`.
     """
 
     autocast: torch.dtype | None = None
     param_dtype: ParamDtype = None
     reduce_after_cast: bool = False
     accumulate_in: Literal["auto", "whole", "shards"] = "auto"
+    loss_scale: LossScale | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
         of_params = self.param_dtype.values() if isinstance(self.param_dtype, Mapping) else (self.param_dtype,)
@@ -71,6 +105,15 @@ class Precision:
             raise PlanError(
                 "unknown value of accumulate_in", got=repr(self.accumulate_in), expected="auto, whole or shards"
             )
+        if not (self.loss_scale in ("auto", None) or isinstance(self.loss_scale, LossScale)):
+            raise PlanError(
+                "not a loss scale", got=repr(self.loss_scale), expected='mw.LossScale(...), None (off) or "auto"'
+            )
+
+    def scales_loss(self, model: nn.Module) -> bool:
+        """Whether the loss is scaled by what is known before the model runs."""
+        dtypes = {self.autocast, self.param_dtype, *(p.dtype for p in model.parameters() if p.requires_grad)}
+        return torch.float16 in dtypes if self.loss_scale == "auto" else self.loss_scale is not None
 
     @classmethod
     def of(cls, value: Precision | torch.dtype | None) -> Precision:
@@ -112,7 +155,7 @@ _FROZEN_AND_ACCUMULATED = (
     "accumulate=1, with which a frozen parameter may be changed by forward; or keep the average in buffers; or update "
     "it between steps (torch.optim.swa_utils.AveragedModel)"
 )
-_RESERVED = ("loss", "grad_norm")  # names of numbers that every step has
+_RESERVED = ("loss", "grad_norm", "loss_scale", "skipped_steps")  # names of numbers that every step has
 _MOST_TRACES = 8  # constants may be nested: each trace finds another layer of those that are written
 
 
@@ -181,12 +224,18 @@ def capture_source(
     user's line, for a model that is not a fixed graph.
     """
     overwritten, line = frozenset[Call](), ""
+    is_scaled = options.part == "train" and options.precision.scales_loss(source.model)
+    may_be_scaled = options.part == "train" and options.precision.loss_scale == "auto"
     for _ in range(_MOST_TRACES):
         try:
-            return _captured(source, example, optimizer, options, overwritten)
+            step, contract = _captured(source, example, optimizer, options, overwritten, is_scaled)
         except Overwritten as error:
             line = min(where for where, _, _ in error.calls - overwritten)
             overwritten |= error.calls
+            continue
+        if is_scaled or not may_be_scaled or not _has_half_gradients(step):
+            return step, contract
+        is_scaled = True
     raise CaptureError(
         "the model does not repeat itself",
         where=line,
@@ -202,9 +251,12 @@ def _captured(
     optimizer: OptimizerSpec | None,
     options: CaptureOptions,
     overwritten: Set[Call],
+    is_scaled: bool,
 ) -> tuple[StepGraph, Contract]:
-    """`capture_source`, where results of the calls `overwritten` are not constants."""
-    inputs = step_inputs(source.model, example, optimizer, options.part == "train", options.accumulate > 1)
+    """`capture_source`, where results of the calls `overwritten` are not constants. `is_scaled`: whether the loss
+    is."""
+    is_accumulated = options.accumulate > 1
+    inputs = step_inputs(source.model, example, optimizer, options.part == "train", is_accumulated, is_scaled)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = fake_inputs(inputs, source.model, example, mode)
     batch = Batch.of(example)
@@ -277,9 +329,17 @@ class _StepRun:
             self.accumulate(grads)
             results |= {("acc", n): g for n, g in grads.items()}
         results |= {("grad", n): g for n, g in grads.items()}
+        clip, scale = self.options.clip_grad_norm, self.values.scalars.get(LOSS_SCALE)
+        inverse = None
+        if (clip is not None or scale is not None) and self.options.part == "train":
+            self.tracker.phase = "reduce"  # the norm is read before the update
+            inverse = None if scale is None else scale.double().reciprocal().float()
+            results["norm", ""] = _norm(grads, inverse)
         self.tracker.phase = "update"
-        if self.options.clip_grad_norm is not None and self.options.part == "train":
-            results["norm", ""], grads = _clipped(grads, self.options.clip_grad_norm)
+        if inverse is not None:
+            grads = {n: unscaled(g, inverse) for n, g in grads.items()}
+        if clip is not None and self.options.part == "train":
+            grads = _clipped(grads, results["norm", ""], clip)
         if self.optimizer is None:
             return results, {}
         return results, {n: g for n, g in grads.items() if n in self.optimizer.kind_of}
@@ -329,7 +389,8 @@ class _StepRun:
         check_checkpoints(value)
         check_leaves(value, self.tracker.substituted)
         self.tracker.phase = "backward"
-        grads = _gradients(value, {n: p for n, p in self.leaves.items() if p.requires_grad})
+        trained = {n: p for n, p in self.leaves.items() if p.requires_grad}
+        grads = _gradients(value, trained, self.values.scalars.get(LOSS_SCALE))
         results |= _buffers(model, self.buffers)
         self.tracker.record.finish([*results.values(), *grads.values()])
         return results, grads
@@ -372,9 +433,16 @@ def _buffers(model: nn.Module, before: Mapping[str, Tensor]) -> dict[tuple[str, 
     return {("buffer", name): now[name] for name in before}
 
 
-def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradient of each leaf that has a gradient, including additions by a `backward()` inside the backward pass."""
-    grads = gradients(value, list(leaves.values()))
+def _has_half_gradients(step: StepGraph) -> bool:
+    """Whether the backward pass computes in float16: the model may enter autocast by itself."""
+    nodes = (n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase == "backward")
+    return any(spec is not None and spec.dtype == torch.float16 for n in nodes for spec in result_specs(n))
+
+
+def _gradients(value: Tensor, leaves: Mapping[str, Tensor], scale: Tensor | None) -> dict[str, Tensor]:
+    """The gradient of each leaf that has a gradient, including additions by a `backward()` inside the backward pass.
+    With a scale, that of the scaled loss."""
+    grads = gradients(value, list(leaves.values()), None if scale is None else scale.to(value.dtype))
     parts = {n: [g for g in (grad, leaves[n].grad) if g is not None] for n, grad in zip(leaves, grads, strict=True)}
     return {n: sum(rest, first) for n, (first, *rest) in ((n, p) for n, p in parts.items() if p)}
 
@@ -415,14 +483,26 @@ def _scalar_loss(value: Any) -> Tensor:
     return value.reshape(())
 
 
-def _clipped(grads: Mapping[str, Tensor], largest: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """The global norm and the gradients, as in torch.nn.utils.clip_grad_norm_, which rounds the norm of each gradient,
-    and the norm of these, to their dtype. Squares are added in float64, so that none overflows."""
+def _norm(grads: Mapping[str, Tensor], inverse: Tensor | None) -> Tensor:
+    """The global norm, as in torch.nn.utils.clip_grad_norm_, which rounds the norm of each gradient, and the norm of
+    these, to their dtype. Squares are added in float64, so that none overflows: the norm is finite if all gradients
+    are. With the inverse of a scale, the norm of the unscaled gradients."""
     dtype = reduce(torch.promote_types, (g.dtype.to_real() for g in grads.values()))
+    dtype = dtype if inverse is None else wide_dtype(dtype)
     norms = torch.stack([square_sum(g) for g in grads.values()]).sqrt().to(dtype)
     norm = square_sum(norms).sqrt().to(dtype)
+    return norm if inverse is None else norm * inverse
+
+
+def _clipped(grads: Mapping[str, Tensor], norm: Tensor, largest: float) -> dict[str, Tensor]:
+    """The gradients, as torch.nn.utils.clip_grad_norm_ clips them."""
     scale = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    return norm, {n: (g * scale).to(g.dtype) for n, g in grads.items()}
+    return {n: (g * scale).to(g.dtype) for n, g in grads.items()}
+
+
+def unscaled(gradient: Tensor, inverse: Tensor | float) -> Tensor:
+    """The gradient of the loss, from that of the scaled loss: multiplied in float32 or its own dtype."""
+    return (gradient.to(wide_dtype(gradient.dtype)) * inverse).to(gradient.dtype)
 
 
 def _update(

@@ -19,6 +19,9 @@ from meshweave.interop.hooks import tensor_hooks
 from meshweave.ir.graph import Input, Spec
 
 
+LOSS_SCALE = "loss_scale"  # the number by which a step multiplies its loss
+
+
 @dataclass(slots=True)
 class StepValues:
     """The inputs of a traced step, by kind and name."""
@@ -37,10 +40,16 @@ def state_name(slot: str, param: str) -> str:
 
 
 def step_inputs(
-    model: nn.Module, example: Any, optimizer: OptimizerSpec | None, is_trained: bool, is_accumulated: bool
+    model: nn.Module,
+    example: Any,
+    optimizer: OptimizerSpec | None,
+    is_trained: bool,
+    is_accumulated: bool,
+    is_scaled: bool,
 ) -> tuple[Input, ...]:
     """The inputs of a step. In a training step parameters require gradients; a step that accumulates gradients has
-    their sums as inputs. Raises CaptureError for a model that cannot be captured."""
+    their sums as inputs, one that scales the loss the scale. Raises CaptureError for a model that cannot be
+    captured."""
 
     def spec_like(x: Tensor) -> Spec:
         return Spec(tuple(x.shape), x.dtype)
@@ -53,6 +62,8 @@ def step_inputs(
         raise CaptureError("the model has no parameter to train", hint="set requires_grad on the parameters to train")
     batch = Batch.of(example)
     scalars = [Input("scalar", "draw", Spec((), torch.int64))]
+    if is_scaled:
+        scalars.append(Input("scalar", LOSS_SCALE, Spec((), torch.float32)))
     state: list[Input] = []
     if optimizer is not None:
         scalars += [Input("scalar", name, Spec((), torch.float64)) for name in optimizer.numbers()]

@@ -252,7 +252,7 @@ class Provenance(GlobalRandom):
         origin = self._origin(func)
         if self.tracer is not None:
             self.tracer.origin = origin
-        if self.phase == "update":
+        if self.phase in ("reduce", "update"):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func in _EQUAL_DTYPES:
             self._check_dtypes(func, args)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.batch import call_model, split_loss
 from meshweave.capture.param_dtype import ParamDtype
-from meshweave.capture.step import Substituted, cast_for_eager
+from meshweave.capture.step import Precision, Substituted, cast_for_eager
 from meshweave.capture.step_inputs import state_name
 from meshweave.capture.trace import GlobalRandom
 from meshweave.interop import pytree
@@ -190,6 +190,8 @@ class Eager:
     ) -> None:
         self.model, self.optimizer, self.recipe, self.num_steps = model, optimizer, recipe, 0
         self.watch = watch or nullcontext()
+        precision = Precision(autocast=recipe.autocast, param_dtype=recipe.param_dtype)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=precision.scales_loss(model))
 
     def __call__(self, batch: Any) -> float:
         micros = self.recipe.split(batch)
@@ -200,17 +202,19 @@ class Eager:
             with GlobalRandom(draw, self.recipe.seed), self.watch:
                 cast = cast_for_eager(self.model, self.recipe.param_dtype)
                 losses.append(Substituted.run(self.model, cast, partial(self._backward, micro, len(micros))))
+        self.scaler.unscale_(self.optimizer)
         self._gradients = copied({n: p.grad for n, p in self.model.named_parameters() if p.grad is not None})
         if self.recipe.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad_norm)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.num_steps += 1
         return sum(losses) / len(losses)
 
     def _backward(self, micro: Any, parts: int, model: nn.Module) -> float:
         with self._autocast():
             loss, _ = split_loss(self.recipe.loss(self.recipe.forward(model, micro), micro))
-        (loss / parts).backward()
+        self.scaler.scale(loss / parts).backward()
         return float(loss.detach())
 
     def _autocast(self) -> AbstractContextManager[Any]:

@@ -29,9 +29,9 @@ from meshweave.program import Program
 from meshweave.runtime.regions.compiler import BackendName
 from meshweave.runtime.session import RunOptions, SessionSettings
 
-Dtype = Literal["float32", "bfloat16", "float64"]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
-ParamDtype = Literal["bfloat16", "float32"]
+ParamDtype = Literal["bfloat16", "float16", "float32"]
 
 # By name: how an optimizer is made, and its learning rate.
 _OPTIMIZERS: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
@@ -51,7 +51,7 @@ class StepOptions(Options):
     local_batch: int | None = option(None, "batch size per data-parallel device", min=1)
     batch: int | None = option(None, "global batch size, instead of --local-batch", min=1)
     seq: int | None = option(64, "tokens per sequence", min=2)
-    dtype: Dtype = option("float32", "bfloat16 is autocast: parameters stay float32")
+    dtype: Dtype = option("float32", "bfloat16 and float16 are autocast: parameters stay float32")
     param_dtype: ParamDtype | None = option(None, "cast parameters before forward")
     accumulate: int = option(1, "microbatches per step", min=1)
     clip_grad_norm: float | None = option(None, "clip gradients by their global norm")
@@ -67,7 +67,7 @@ class StepOptions(Options):
                 "--dtype float64 and --param-dtype contradict each other", hint="leave one of them out"
             )
         return Precision(
-            autocast=torch.bfloat16 if self.dtype == "bfloat16" else None,
+            autocast=getattr(torch, self.dtype) if self.dtype in ("bfloat16", "float16") else None,
             param_dtype=None if self.param_dtype is None else getattr(torch, self.param_dtype),
         )
 
@@ -108,7 +108,7 @@ class MachineOptions(StepOptions):
     """The machine of a simulated step. It need not be present. The defaults are those of training."""
 
     seq: int | None = option(None, "tokens per sequence; by default the model's context, at most 8192", min=2)
-    dtype: Dtype = option("bfloat16", "bfloat16 is autocast: parameters stay float32")
+    dtype: Dtype = option("bfloat16", "bfloat16 and float16 are autocast: parameters stay float32")
     passes: str = option("default", "passes over the step, such as none or overlap,split=2,recompute=full")
     profile: str = option("h100", f"machine: {', '.join(profile_names())}, or a file (profile.toml)")
     scale: str = option("", "what-if factors of the machine: net_bandwidth=2,attention=cudnn")

@@ -51,13 +51,16 @@ def _backward_nodes(value: torch.Tensor) -> Iterator[Any]:
         nodes += [following for following, _ in node.next_functions]
 
 
-def gradients(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """Like `torch.autograd.grad(value, leaves, allow_unused=True)`, in the active function modes. `grad` itself is a
-    function to them, so a mode would miss what backward recomputes: a mode is not active while it handles a function
-    (torch/overrides.py).
+def gradients(
+    value: torch.Tensor, leaves: Sequence[torch.Tensor], scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, ...]:
+    """Like `torch.autograd.grad(value, leaves, scale, allow_unused=True)`, in the active function modes. `grad` itself
+    is a function to them, so a mode would miss what backward recomputes: a mode is not active while it handles a
+    function (torch/overrides.py).
     """
     run: Any = torch.autograd.graph._engine_run_backward
-    return tuple(run((value,), (torch.ones_like(value),), False, False, tuple(leaves), True, accumulate_grad=False))
+    first = torch.ones_like(value) if scale is None else scale
+    return tuple(run((value,), (first,), False, False, tuple(leaves), True, accumulate_grad=False))
 
 
 def next_sequence_number() -> int:

@@ -151,7 +151,7 @@ class _BalanceWriter:
 
     def _factors(self, node: fx.Node, rule: Rule) -> _In:
         """The loops along the sequence that are in the new order in an operand and may run in any order."""
-        if origin_of(node).phase == "update":
+        if origin_of(node).phase in ("reduce", "update"):
             return _NATURAL
         wanted = {
             factor
@@ -219,7 +219,7 @@ class _BalanceWriter:
         if node.target is aten.arange.start_step:
             return self._arange(node)
         rule = rule_or_none(node) if node.op == "call_function" and isinstance(node.meta["spec"], Spec) else None
-        if rule is None or node.target in _CAUSAL_AT or origin_of(node).phase == "update":
+        if rule is None or node.target in _CAUSAL_AT or origin_of(node).phase in ("reduce", "update"):
             return None
         factors = frozenset(rule.outermost(rule.results[0][d]) for d in dims)
         inside = {f for dim in rule.results[0] for f in dim}

@@ -77,7 +77,7 @@ class _Mapper:
             phase = origin_of(node).phase
             if phase == "backward":
                 self._set(node, self._backward(node))
-            elif phase == "update":
+            elif phase in ("reduce", "update"):
                 self._set(node, self._update(node))
 
     def _set(self, node: fx.Node, mesh: Mesh | None) -> None:

@@ -80,7 +80,7 @@ class _Placer:
         self.sums = Sums(self.step, self.placement.accumulate_in)
         self.expert_axes = expert_axes(self.step, self.forms, self.placement.used)
         for (kind, name), value in outputs:
-            if kind in ("grad", "loss", "metric", "buffer", "output"):
+            if kind in ("grad", "norm", "loss", "metric", "buffer", "output"):
                 wanted = self.placement.layout(kind, name, spec_of(value))
                 self.due.setdefault(value, []).append((wanted, self._output_phase(kind, value)))
         self.due |= due_at_casts(self.due)
@@ -114,7 +114,7 @@ class _Placer:
     def _output_phase(self, kind: str, value: fx.Node) -> str:
         if kind == "grad":
             return "reduce" if value in self.sums.operands else "backward"
-        return phase_of(value) if kind in ("loss", "metric", "buffer", "output") else "update"
+        return phase_of(value) if kind in ("norm", "loss", "metric", "buffer", "output") else "update"
 
     def _node(self, node: fx.Node) -> None:
         if node.target is operator.getitem and node.args[0] in self.tuples:
@@ -166,7 +166,7 @@ class _Placer:
             original, others, spec = self._used_form(node, phase), self.copies.get(node, [])[1:], None
         else:
             (original, *others), spec = self.copies[node], spec_of(node)
-        if phase == "update" and node in self.due:  # a gradient is used in its stored layout
+        if phase in ("reduce", "update") and node in self.due:  # a gradient is used in its stored layout
             wanted = [layout.normalized(spec_of(node).shape) for layout, _ in self.due[node]]
             return [c for c in (original, *others) if c.layout in wanted] or [original]
         usable, meshes = [original], {original.layout.mesh}

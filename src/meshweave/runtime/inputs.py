@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from meshweave.capture.step_inputs import LOSS_SCALE
 from meshweave.errors import LayoutError
 from meshweave.ir.graph import Input
 from meshweave.ir.pieces import Box
@@ -27,7 +28,7 @@ class _DeviceInputs:
     batch: list[tuple[int, Input, Box]] = field(default_factory=list)
     sums: list[tuple[int, Input, Box]] = field(default_factory=list)  # of gradients, over microbatches
     constants: list[tuple[int, str]] = field(default_factory=list)
-    draws: list[int] = field(default_factory=list)
+    numbers: list[tuple[int, str]] = field(default_factory=list)  # of the pass, by name
     slots: dict[Key, int] = field(default_factory=dict)
 
 
@@ -52,8 +53,8 @@ class Inputs:
                 (its.batch if item.kind == "batch" else its.sums).append(entry)
             elif item.kind == "constant":
                 its.constants.append((slot, item.name))
-            elif item.name == "draw":
-                its.draws.append(slot)
+            elif item.name in ("draw", LOSS_SCALE):
+                its.numbers.append((slot, item.name))
         return its
 
     def fill(
@@ -67,7 +68,9 @@ class Inputs:
     ) -> None:
         """Fill fresh environments. `draw` is the number of the pass, for random ops. `between` are the values that the
         previous microbatch has left on each device; its sums of gradients are handed over, and are 0 for the first."""
-        number = numbers_on(self.world.device, {"draw": draw}, torch.int64)["draw"]
+        numbers = numbers_on(self.world.device, {"draw": draw}, torch.int64)
+        if any(name == LOSS_SCALE for its in self._devices for _, name in its.numbers):
+            numbers |= numbers_on(self.world.device, {LOSS_SCALE: state.scaler.scale}, torch.float32)
         pieces = state.pieces
         for i, (its, env, left) in enumerate(zip(self._devices, envs, between, strict=True)):
             for slot, key, index in its.lasting:
@@ -76,8 +79,8 @@ class Inputs:
                 env[slot] = batch_piece(self.world, item, box, batch[item.name], self.accumulate)
             for slot, name in its.constants:
                 env[slot] = self._constants[name]
-            for slot in its.draws:
-                env[slot] = number
+            for slot, name in its.numbers:
+                env[slot] = numbers[name]
             for slot, item, box in its.sums:
                 env[slot] = left.pop(("acc", item.name), None)
                 if env[slot] is None:

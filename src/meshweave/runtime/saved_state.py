@@ -45,17 +45,17 @@ class SavedState:
             named |= {f"state/{slot}/{name}": x.detach() for slot, x in tensors.items()}
         return named
 
-    def save(self, path: str | os.PathLike[str], num_steps: int, seed: int) -> None:
+    def save(self, path: str | os.PathLike[str], state: State, seed: int) -> None:
         """Write a checkpoint that any other mesh may load. All processes call it."""
-        save(path, self.tensors(), self._info(num_steps, seed))
+        save(path, self.tensors(), self._info(state, seed))
 
     def async_save(
-        self, path: str | os.PathLike[str], num_steps: int, seed: int, group: dist.ProcessGroup | None
+        self, path: str | os.PathLike[str], state: State, seed: int, group: dist.ProcessGroup | None
     ) -> Future[None]:
         """`save` on a thread, of the present state, over a Gloo group that nothing else uses meanwhile."""
-        return async_save(path, self.tensors(), self._info(num_steps, seed), group)
+        return async_save(path, self.tensors(), self._info(state, seed), group)
 
-    def _info(self, num_steps: int, seed: int) -> dict[str, int | str]:
+    def _info(self, state: State, seed: int) -> dict[str, int | str]:
         """The facts of a checkpoint beside its tensors."""
         numbers: dict[str, dict[str, Any]] = {}
         for name, (_, others) in self._optimizer_state().items():
@@ -68,8 +68,9 @@ class SavedState:
             numbers = {name: entry for its in received for name, entry in its.items()}
         options = options_of(self.optimizer) if self.optimizer is not None else []
         return {
-            "num_steps": num_steps,
+            "num_steps": state.num_steps,
             "seed": seed,
+            "loss_scale": json.dumps(state.scaler.numbers()),
             "optimizer": json.dumps(numbers),
             "groups": json.dumps(options),
         }
@@ -102,6 +103,8 @@ class SavedState:
             put_options(self.optimizer, json.loads(checkpoint.info["groups"]))
         self._take_over(state)
         state.num_steps = int(checkpoint.info["num_steps"])
+        if "loss_scale" in checkpoint.info:  # not in those of 0.2.0 and before
+            state.scaler.load(json.loads(checkpoint.info["loss_scale"]))
 
     def _open(self, path: str | os.PathLike[str], seed: int) -> Checkpoint:
         checkpoint = Checkpoint.at(path)

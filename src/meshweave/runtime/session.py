@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshweave.capture.step import LossScale, unscaled
+from meshweave.capture.step_inputs import LOSS_SCALE
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
@@ -32,7 +34,7 @@ from meshweave.runtime.measured import measured
 from meshweave.runtime.recorded import can_be_recorded
 from meshweave.runtime.regions.compiler import BackendName, RegionCompiler, backend_for, checked_backend
 from meshweave.runtime.serial import SerialExecutor
-from meshweave.runtime.state import LASTING, Key, State
+from meshweave.runtime.state import LASTING, Key, LossScaler, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.update import Replacements, Update, metrics_of, outputs, pieces_by_name, scalar
 from meshweave.runtime.watch import POLL
@@ -40,7 +42,7 @@ from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
 from meshweave.runtime.world import World
 
-Done = Callable[[], None] | None
+Done = Callable[[bool], None] | None
 # The user's calls that return full tensors of each kind.
 _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state", "grad": "gradients"}
 
@@ -56,7 +58,9 @@ class RunOptions:
         launches a few CUDA graphs instead of every kernel: same values, and the memory of a step stays reserved. Not
         with accumulation or keep_gradients.
     keep_gradients: keep the gradients of the last step for `step.gradients()`; a step without optimizer always does.
-    check_finite: raise before the update when the loss is NaN or infinite.
+    check_finite: raise before the update when the loss, or with clip_grad_norm the norm of the gradients, is NaN or
+        infinite. The host reads the norm after backward, before it launches the update. (A step that scales its loss
+        is skipped instead.)
     max_programs: the most programs of a step (see `shapes`).
     pad: for each entry of the batch, the value that pads the ends of its dims up to the next compiled shape
         ({"input_ids": 0, "labels": -100}). The loss has to ignore padded rows and tokens.
@@ -95,11 +99,12 @@ class RunOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
     """What a session runs by. `accumulate` is the number of microbatches of a step, `weights` a folder of files with
-    initial parameters."""
+    initial parameters, `loss_scale` the rules of a step that scales its loss."""
 
     accumulate: int = 1
     seed: int = 0
     weights: str | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
     run: RunOptions = field(default_factory=RunOptions)
 
 
@@ -176,6 +181,17 @@ def check_finite(losses: Sequence[float], step: int) -> None:
         )
 
 
+def check_norm(norm: float, step: int) -> None:
+    """StepError if the global norm of gradients is NaN or infinite."""
+    if not math.isfinite(norm):
+        raise StepError(
+            f"the norm of the gradients of step {step} is {norm}",
+            where="clip_grad_norm",
+            got="gradients that are not finite; nothing was updated",
+            hint="lower the learning rate or check the batch; or run=mw.RunOptions(check_finite=False)",
+        )
+
+
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Defer Ctrl-C until the block is done, so that an update is never left half-way. Then it is delivered as usual: to
@@ -220,7 +236,8 @@ class Session:
         self._has_regions = False
         self._build(meter)
         if share is None:
-            self.state = State(roles=self.roles, devices=world.devices, device=world.device)
+            scaler = LossScaler(settings.loss_scale)
+            self.state = State(roles=self.roles, devices=world.devices, device=world.device, scaler=scaler)
         else:
             self.state = share.state
         self.bindings: Bindings = Bindings(world) if share is None else share.bindings
@@ -228,8 +245,11 @@ class Session:
         if share is not None:
             self.state.extend(self.roles)
         self._lasting_outputs = frozenset(key for role in self.roles for key in role.outputs if key[0] in LASTING)
+        self.is_scaled = any(item.name == LOSS_SCALE for role in self.roles for item in role.inputs)
+        self.has_norm = any(("norm", "") in role.outputs for role in self.roles)
         self.values: dict[str, Tensor] = {}  # loss, grad_norm and metrics of the last step
         self.gradient_pieces: dict[str, list[Tensor]] | None = None  # of the last step, by name
+        self.was_skipped = False  # the last step
         self._envs: list[Env] = []
 
     def _recorder(self, has_regions: bool) -> DeviceGraphs | None:
@@ -280,21 +300,22 @@ class Session:
 
     def run(self, micros: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float], done: Done = None) -> Tensor:
         """Run a step over its microbatches; the loss is their mean. `numbers` are those of the optimizer
-        (`capture.optimizers.StepNumbers`). `done()` is called once the step is taken; Ctrl-C waits for its end.
-        Raises StepError when the loss is not finite, before anything is updated."""
+        (`capture.optimizers.StepNumbers`). `done(is_skipped)` is called once the step is taken; Ctrl-C waits for its
+        end. Raises StepError when loss or norm are not finite, before anything is updated; a step that scales its loss
+        is skipped if the norm is not: only its buffers are new."""
         self.state.check_usable()
         try:
             with self.world.guard():
                 self.compile_regions()
                 self.bindings.take_over(self.state, is_guarded=True)
                 losses, metrics, left = self._differentiate(micros)
-                if self.settings.run.check_finite:
-                    check_finite([loss.number() for loss in losses], self.state.num_steps + 1)
+                norm = self._norm()
+                self.was_skipped = self._is_skipped(losses, norm)
                 with uninterrupted():
                     self._update(numbers, left)
-                    self._keep_results(losses, metrics)
+                    self._keep_results(losses, metrics, norm)
                     if done is not None:
-                        done()
+                        done(self.was_skipped)
         finally:
             self._release()
         return self.values["loss"].clone()
@@ -356,6 +377,25 @@ class Session:
                 executor.end()
         return losses, metrics, left
 
+    def _norm(self) -> Fetched | None:
+        """The global norm of the gradients, if the program has it."""
+        if not self.has_norm:
+            return None
+        return Fetched(scalar(self.ranks, self._envs, "norm"), self.is_scaled or self.settings.run.check_finite)
+
+    def _is_skipped(self, losses: Sequence[Fetched], norm: Fetched | None) -> bool:
+        """Whether scaled gradients are not finite. Raises StepError if loss or norm are not finite otherwise. On a GPU
+        the host waits for the norm: for the end of backward."""
+        step = self.state.num_steps + 1
+        if self.is_scaled and norm is not None and not math.isfinite(norm.number()):
+            self.state.scaler.check(step)
+            return True
+        if self.settings.run.check_finite:
+            check_finite([loss.number() for loss in losses], step)
+            if norm is not None:
+                check_norm(norm.number(), step)
+        return False
+
     def evaluate(
         self, batch: Mapping[str, Tensor], specs: Mapping[str, Spec]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -397,25 +437,36 @@ class Session:
         return envs
 
     def _update(self, numbers: Mapping[str, float], left: Sequence[dict[Key, Tensor]]) -> None:
-        """New parameters and optimizer state, and the buffers that the last microbatch has `left`."""
-        scalars = numbers_on(self.world.device, numbers, torch.float64)
+        """New parameters and optimizer state, unless the step is skipped, and what forward has changed: the buffers that
+        the last microbatch has `left`, and frozen parameters."""
         update = Update(self.state, self.bindings, self.replacements, self._envs)
         buffers = [(key, v) for its in left for key, v in its.items() if key[0] == "buffer"]
-        update.begin(scalars)
-        self.executor.run(UPDATE, update.commit)
+        if not self.was_skipped:
+            update.begin(numbers_on(self.world.device, numbers, torch.float64))
+            self.executor.run(UPDATE, update.commit)
         update.finish(buffers)
         self.bindings.publish(self.state, self._lasting_outputs)
         self.state.num_steps += 1
         self.state.torn = False
 
-    def _keep_results(self, losses: Sequence[Fetched], metrics: Sequence[Mapping[str, Tensor]]) -> None:
+    def _keep_results(
+        self, losses: Sequence[Fetched], metrics: Sequence[Mapping[str, Tensor]], norm: Fetched | None
+    ) -> None:
         """What can be read after a step: its loss, norm and metrics, and its gradients if they are kept."""
+        scaler = self.state.scaler
         if self.settings.run.keep_gradients:
-            self.gradient_pieces = pieces_by_name(self.ranks, self._envs, "grad")
-        has_norm = any(("norm", "") in rank.graph.outputs for rank in self.ranks)
-        norm = {"grad_norm": scalar(self.ranks, self._envs, "norm")} if has_norm else {}
+            self.gradient_pieces = None if self.was_skipped else pieces_by_name(self.ranks, self._envs, "grad")
+        if self.is_scaled:
+            for pieces in (self.gradient_pieces or {}).values():
+                pieces[:] = [unscaled(piece, 1.0 / scaler.scale) for piece in pieces]
+            scaler.adjust(self.was_skipped)
         means = {name: mean_of([each[name] for each in metrics]) for name in metrics[0]}
-        self.values = {"loss": mean_of([loss.value for loss in losses]), **norm, **means}
+        self.values = {"loss": mean_of([loss.value for loss in losses]), **means}
+        if norm is not None:
+            self.values["grad_norm"] = norm.value
+        if self.is_scaled:
+            counts = {LOSS_SCALE: scaler.scale, "skipped_steps": scaler.skipped_steps}
+            self.values |= {name: torch.tensor(count) for name, count in counts.items()}
 
     # reading values
 
@@ -438,6 +489,12 @@ class Session:
         """Full gradients of the last step by parameter name. StepError unless the session keeps them."""
         if not self.settings.run.keep_gradients:
             raise StepError("gradients were not kept", hint="compile with run=mw.RunOptions(keep_gradients=True)")
+        if self.was_skipped:
+            raise StepError(
+                "the last step was skipped: it has no gradients",
+                got="gradients of the scaled loss that are not finite in float16",
+                expected="a step that is taken; step.metrics['skipped_steps'] counts the others",
+            )
         if self.gradient_pieces is None and self.state.num_steps:
             raise StepError("gradients were not kept", hint="compile with run=mw.RunOptions(keep_gradients=True)")
         if self.gradient_pieces is None:

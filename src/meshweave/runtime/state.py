@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshweave.capture.step import LossScale
 from meshweave.errors import MeshError, StepError
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
@@ -22,9 +24,56 @@ Key = tuple[str, str]
 LASTING = ("param", "buffer", "state")
 
 
+# Below the smallest number of float16 every gradient of a loss of 1 underflows. A scale of 2**16 is there after 40 skipped
+# steps in a row.
+_LEAST_SCALE = 2.0**-24
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """The present scale of the loss and the steps that decide it, as in `torch.amp.GradScaler`: `good_steps` in a row
+    since the last change, and `skipped_steps` in all. Every process computes the same numbers."""
+
+    options: LossScale = field(default_factory=LossScale)
+    scale: float = 0.0
+    good_steps: int = 0
+    skipped_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.scale = self.options.init_scale
+
+    def check(self, step: int) -> None:
+        """StepError if a step cannot be skipped because a smaller scale is of no use."""
+        if self.scale < _LEAST_SCALE:
+            raise StepError(
+                f"the gradients of step {step} are not finite in float16, whatever the scale of the loss",
+                got=f"a loss scale of {self.scale:g} after {self.skipped_steps} skipped steps",
+                hint="check loss and batch; or precision=torch.bfloat16, which has the range of float32",
+            )
+
+    def adjust(self, is_skipped: bool) -> None:
+        """The scale of the next step. Rounded to float32, like that of `GradScaler`."""
+        options = self.options
+        self.skipped_steps += is_skipped
+        self.good_steps = 0 if is_skipped else self.good_steps + 1
+        factor = options.backoff_factor if is_skipped else 1.0
+        if self.good_steps == options.growth_interval:
+            factor, self.good_steps = options.growth_factor, 0
+        scale = torch.tensor(self.scale * factor, dtype=torch.float32).item()
+        self.scale = scale if math.isfinite(scale) else self.scale
+
+    def numbers(self) -> dict[str, float]:
+        """What checkpoints contain."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "skipped_steps": self.skipped_steps}
+
+    def load(self, numbers: Mapping[str, float]) -> None:
+        self.scale = float(numbers["scale"])
+        self.good_steps, self.skipped_steps = int(numbers["good_steps"]), int(numbers["skipped_steps"])
+
+
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Pieces by (kind, name), a piece per local device in the value's mesh, and the number of completed steps.
+    """Pieces by (kind, name), a piece per local device in the value's mesh, the number of steps, and the loss scale.
 
     During an update old pieces are released singly as new pieces appear; `torn` is set meanwhile. A state that an
     interrupted update left torn raises errors.
@@ -36,6 +85,7 @@ class State:
     pieces: dict[Key, list[Tensor]] = field(default_factory=dict)
     num_steps: int = 0
     torn: bool = False
+    scaler: LossScaler = field(default_factory=LossScaler)
     items: list[tuple[Input, Layout]] = field(init=False)  # every value, with or without a local piece
 
     def __post_init__(self) -> None:

@@ -109,11 +109,13 @@ class _Expander:
 
     def _due(self) -> dict[int, list[fx.Node]]:
         """Outputs by the part of the step before which they are waited for: the loss, which is read after forward, and
-        inputs of the next microbatch. Gradients are waited for where the update uses them."""
+        the norm of gradients, which is read after backward, with inputs of the next microbatch. Gradients are waited
+        for where the update uses them."""
         results = self.program.step.results
         present = [(kind, value) for (kind, _), value in results.items() if self._has(value.meta["layout"])]
         of_forward = [v for k, v in present if k in ("loss", "metric", "output")]
-        return {PARTS["backward"]: of_forward, PARTS["update"]: [v for k, v in present if k in ("buffer", "acc")]}
+        of_backward = [v for k, v in present if k in ("buffer", "acc", "norm")]
+        return {PARTS["backward"]: of_forward, PARTS["update"]: of_backward}
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:
         """Record the value of the local node: the largest piece."""
