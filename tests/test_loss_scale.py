@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.down = nn.Linear(8, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.norm(self.up(x))))
+        return self.down(torch.tanh(self.norm(self.up(x.to(self.up.weight.dtype)))))
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -150,7 +150,7 @@ def test_gradients_are_unscaled_and_an_eager_update_is_skipped() -> None:
     run = mw.RunOptions(keep_gradients=True)
     step = compiled(model, "fsdp=2", lambda params: Branching(params), run=run)
     assert step.program.eager_update
-    skipped = follow(step, eager, DATA[:5], 5e-3)
+    skipped = follow(step, eager, DATA[:4], 5e-3)
     assert True in skipped and not skipped[-1]
     assert_tensors(step.gradients(), {n: p.grad for n, p in eager.model.named_parameters()}, 2e-2)
 
@@ -158,12 +158,12 @@ def test_gradients_are_unscaled_and_an_eager_update_is_skipped() -> None:
 def test_two_optimizers_skip_together() -> None:
     model = net()
     both = [torch.optim.SGD(model.up.parameters(), lr=0.1), torch.optim.Adam(model.down.parameters(), lr=0.1)]
-    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=both, precision=HALF, profile="alpha-beta")
+    step = mw.compile(model, loss=mse, example=DATA[0], optimizer=both, mesh="", precision=HALF)
     before = {name: p.clone() for name, p in step.parameters().items()}
     step(DATA[0])
     assert step.metrics["skipped_steps"] == 1
     assert all(torch.equal(p, before[name]) for name, p in step.parameters().items())
-    assert not any(optimizer.state for optimizer in both)
+    assert not any(kept for optimizer in both for kept in optimizer.state.values())
 
 
 def test_a_checkpoint_continues_the_scale_on_another_mesh_and_recompile_keeps_it(tmp_path: Path) -> None:
@@ -240,8 +240,9 @@ def test_which_steps_scale_their_loss() -> None:
 def test_float16_parameters_train() -> None:
     model, half = net(), lambda batch: {name: x.half() for name, x in batch.items()}
     model.norm = nn.Identity()
+    optimizer = sgd(model.half().parameters())
     step = mw.compile(
-        model.half(), loss=lambda out, b: mse(out.float(), b), example=half(DATA[0]), optimizer=sgd(model.parameters())
+        model, loss=lambda out, b: mse(out.float(), b), example=half(DATA[0]), optimizer=optimizer, mesh="dp=2"
     )
     losses = [float(step(half(DATA[0]))) for _ in range(20)]
     assert step.metrics["loss_scale"] <= 2.0**16 and losses[-1] < losses[0] / 1.2
@@ -250,9 +251,7 @@ def test_float16_parameters_train() -> None:
 def test_a_grad_scaler_in_the_loss_is_an_error() -> None:
     scaler, model = torch.amp.GradScaler("cpu"), net()
     with pytest.raises(CaptureError, match="GradScaler, but the step does so by itself"):
-        mw.compile(
-            model, loss=lambda out, b: scaler.scale(mse(out, b)), example=DATA[0], optimizer=sgd(model.parameters())
-        )
+        mw.compile(model, loss=lambda out, b: scaler.scale(mse(out, b)), example=DATA[0], optimizer=None, mesh="")
 
 
 def test_a_traced_step_may_be_skipped() -> None:
@@ -265,9 +264,10 @@ def job_scaled(pipe: Connection) -> dict[str, Any]:
     for batch in DATA[:6]:
         step(batch)
         scales.append(step.metrics["loss_scale"])
-    return {"scales": scales, "params": {name: p.clone() for name, p in step.parameters().items()}}
+    return {"scales": scales, "params": {name: p.tolist() for name, p in step.parameters().items()}}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ranks_scale_alike(start: Callable[..., Job]) -> None:
     first, second = start("tests.test_loss_scale:job_scaled", 2).finish(240)
@@ -277,4 +277,4 @@ def test_ranks_scale_alike(start: Callable[..., Job]) -> None:
         alone(batch)
         scales.append(alone.metrics["loss_scale"])
     assert first["scales"] == second["scales"] == scales, (first, second)
-    assert_tensors(first["params"], alone.parameters(), 1e-5)
+    assert_tensors({name: torch.tensor(p) for name, p in first["params"].items()}, alone.parameters(), 1e-5)

@@ -216,8 +216,7 @@ def test_the_norm_of_bfloat16_gradients_is_rounded_as_by_torch() -> None:
 def test_the_norm_takes_one_collective() -> None:
     step, _ = train(MLP(), batches(1, (4, 4), (4, 4)), "fsdp=2,tp=2", clip_grad_norm=0.5)
     starts = [n for n in step.program.rank.graph.nodes if n.target in STARTS]
-    assert [n.args[0].meta["spec"].shape for n in starts if origin_of(n).phase == "reduce"] == [(4,)]
-    assert not [n for n in starts if origin_of(n).phase == "update"]
+    assert [origin_of(n).phase for n in starts if origin_of(n).phase not in ("forward", "backward")] == ["reduce"]
 
 
 def test_a_scheduler_of_the_optimizer_is_followed() -> None:

@@ -390,7 +390,10 @@ class _StepRun:
         check_leaves(value, self.tracker.substituted)
         self.tracker.phase = "backward"
         trained = {n: p for n, p in self.leaves.items() if p.requires_grad}
-        grads = _gradients(value, trained, self.values.scalars.get(LOSS_SCALE))
+        scale = self.values.scalars.get(LOSS_SCALE)
+        if scale is not None and self.options.accumulate > 1:  # as of loss / accumulate, whose gradients are smaller
+            scale = scale * (1.0 / self.options.accumulate)
+        grads = _gradients(value, trained, scale)
         results |= _buffers(model, self.buffers)
         self.tracker.record.finish([*results.values(), *grads.values()])
         return results, grads
@@ -413,7 +416,9 @@ class _StepRun:
         """Add the gradients of a microbatch to the sums of earlier microbatches."""
         for name, gradient in grads.items():
             self.tracker.modules = [name.rpartition(".")[0]]
-            grads[name] = self.values.acc[name] + gradient * (1.0 / self.options.accumulate)
+            is_divided = LOSS_SCALE in self.values.scalars  # by the scale
+            part = gradient if is_divided else gradient * (1.0 / self.options.accumulate)
+            grads[name] = self.values.acc[name] + part
         self.tracker.modules = []
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import map_nodes, op_name, origin_of
+from meshweave.ir.graph import PARTS, map_nodes, op_name, origin_of
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
 from meshweave.ir.traits import FACTORIES
@@ -212,9 +212,9 @@ def _buckets(graph: RankGraph) -> set[fx.Node]:
 def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The nodes that run, cut before the first node of backward and the first of the update."""
     run = [n for n in nodes if n.target not in SYMBOLS]
-    phases = [origin_of(n).phase for n in run]
-    update = phases.index("update") if "update" in phases else len(run)
-    backward = min(next((i for i, phase in enumerate(phases) if phase == "backward"), update), update)
+    parts = [PARTS[origin_of(n).phase] for n in run]
+    update = parts.index(UPDATE) if UPDATE in parts else len(run)
+    backward = parts.index(BACKWARD, 0, update) if BACKWARD in parts[:update] else update
     return [run[:backward], run[backward:update], run[update:]]
 
 

@@ -24,7 +24,7 @@ from meshweave.engine.match import Channel, match_transfer
 from meshweave.engine.schedule import Schedule
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import STARTS, TABLE, TRANSFER, WAIT, transfer
-from meshweave.ir.graph import origin_of
+from meshweave.ir.graph import PARTS, origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
 
@@ -387,9 +387,9 @@ def items_by_part(role: RoleTasks) -> tuple[list[Kernel | fx.Node], ...]:
     items: list[tuple[float, Kernel | fx.Node]] = [(k.position, k) for k in role.kernels]
     items += [(float(i), n) for i, n in enumerate(nodes) if n.target in STARTS or n.target is WAIT]
     items.sort(key=lambda item: item[0])
-    run = [(i, origin_of(n).phase) for i, n in enumerate(nodes) if n.op == "call_function"]
-    update = next((i for i, phase in run if phase == "update"), len(nodes))
-    backward = min(next((i for i, phase in run if phase == "backward"), update), update)
+    run = [(i, PARTS[origin_of(n).phase]) for i, n in enumerate(nodes) if n.op == "call_function"]
+    update = next((i for i, part in run if part == UPDATE), len(nodes))
+    backward = min(next((i for i, part in run if part == BACKWARD), update), update)
     parts: tuple[list[Kernel | fx.Node], ...] = ([], [], [])
     for position, item in items:
         parts[FORWARD if position < backward else BACKWARD if position < update else UPDATE].append(item)

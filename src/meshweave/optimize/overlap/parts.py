@@ -11,7 +11,7 @@ from torch import fx
 
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.device_program import DeviceProgram
-from meshweave.ir.graph import copied_graph, origin_of
+from meshweave.ir.graph import PARTS, copied_graph, origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import NOTHING, local_values, uneven_dims
 from meshweave.optimize.overlap.read import begin
@@ -82,7 +82,7 @@ class RoleForm:
         """The node before which `runtime.executor` cuts the step: the first of a phase, or the cut after it."""
         for node in self.copy.graph.nodes:
             is_run = node.op == "call_function" and node.target not in SYMBOLS
-            if node is until or (is_run and origin_of(node).phase == phase):
+            if node is until or (is_run and PARTS[origin_of(node).phase] == PARTS[phase]):
                 return node
         return until
 
@@ -114,13 +114,13 @@ def form_of(role: RankGraph, microbatches: int = 1, keeps_gradients: bool = Fals
 def _settle(graph: fx.Graph, phase: str, fence: fx.Node) -> None:
     """Move nodes that belong after a fence there: views, and kernels grouped with their consumers. Communications of
     backward that start before the fence stay there with their operands: they then belong to forward."""
-    later = list(_BEFORE)[list(_BEFORE).index(phase) :]
     ahead, before = set[fx.Node](), dict[fx.Node, None]()
     for node in graph.nodes:
         if node is fence:
             break
         ahead.add(node)
-        if node.op == "call_function" and node.target not in SYMBOLS and origin_of(node).phase in later:
+        is_run = node.op == "call_function" and node.target not in SYMBOLS
+        if is_run and PARTS[origin_of(node).phase] >= PARTS[phase]:
             before[node] = None
     early = set[fx.Node]()
     for node in reversed(before):

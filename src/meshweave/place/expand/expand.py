@@ -125,7 +125,8 @@ class _Expander:
         if isinstance(spec, tuple) and "spec" not in local.meta:
             pairs = zip(spec, layout, strict=True)
             local.meta["spec"] = tuple(None if s is None else Spec(a.local_shape(s.shape), s.dtype) for s, a in pairs)
-        local.meta["origin"] = origin_of(node)
+        if "global" not in local.meta:  # else a move without communication: the value is there since an earlier phase
+            local.meta["origin"] = origin_of(node)
         local.meta["global"] = node.name
         self.values[node] = local
 
