@@ -18,7 +18,6 @@ from meshweave.interop.fake import FakeTensorMode
 from meshweave.interop.hooks import tensor_hooks
 from meshweave.ir.graph import Input, Spec
 
-
 LOSS_SCALE = "loss_scale"  # the number by which a step multiplies its loss
 
 

@@ -437,8 +437,8 @@ class Session:
         return envs
 
     def _update(self, numbers: Mapping[str, float], left: Sequence[dict[Key, Tensor]]) -> None:
-        """New parameters and optimizer state, unless the step is skipped, and what forward has changed: the buffers that
-        the last microbatch has `left`, and frozen parameters."""
+        """New parameters and optimizer state, unless the step is skipped, and what forward has changed: the buffers
+        that the last microbatch has `left`, and frozen parameters."""
         update = Update(self.state, self.bindings, self.replacements, self._envs)
         buffers = [(key, v) for its in left for key, v in its.items() if key[0] == "buffer"]
         if not self.was_skipped:

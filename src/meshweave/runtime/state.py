@@ -24,8 +24,8 @@ Key = tuple[str, str]
 LASTING = ("param", "buffer", "state")
 
 
-# Below the smallest number of float16 every gradient of a loss of 1 underflows. A scale of 2**16 is there after 40 skipped
-# steps in a row.
+# The smallest number of float16: below it the gradient of the loss by itself underflows. A scale of 2**16 is there
+# after 40 skipped steps in a row.
 _LEAST_SCALE = 2.0**-24
 
 

@@ -88,7 +88,8 @@ class RoleForm:
 
     def _fence(self, phase: str, first: fx.Node) -> fx.Node:
         """Make the values that the session reads after a part available there: loss and metrics, buffers, sums and
-        norm of gradients; with several microbatches all pending communications, because the next one begins with none."""
+        norm of gradients; with several microbatches all pending communications, because the next one begins with
+        none."""
         kinds = ("loss", "metric") if phase == "backward" else ("buffer", "acc", "norm")
         read = {n for key, n in self.copy.results.items() if key[0] in kinds}
         before = list(takewhile(lambda n: n is not first, self.copy.graph.nodes))
