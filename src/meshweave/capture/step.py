@@ -97,8 +97,7 @@ class Precision:
     loss_scale: LossScale | Literal["auto"] | None = "auto"
 
     def __post_init__(self) -> None:
-        of_params = self.param_dtype.values() if isinstance(self.param_dtype, Mapping) else (self.param_dtype,)
-        for name, dtype in (("autocast", self.autocast), *(("param_dtype", each) for each in of_params)):
+        for name, dtype in (("autocast", self.autocast), *(("param_dtype", each) for each in self.of_params)):
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise PlanError(f"{name} is not a floating-point dtype", got=str(dtype), expected="torch.bfloat16")
         if self.accumulate_in not in ("auto", "whole", "shards"):
@@ -110,9 +109,14 @@ class Precision:
                 "not a loss scale", got=repr(self.loss_scale), expected='mw.LossScale(...), None (off) or "auto"'
             )
 
+    @property
+    def of_params(self) -> tuple[torch.dtype | None, ...]:
+        """The dtypes to which parameters are cast."""
+        return tuple(self.param_dtype.values()) if isinstance(self.param_dtype, Mapping) else (self.param_dtype,)
+
     def scales_loss(self, model: nn.Module) -> bool:
         """Whether the loss is scaled by what is known before the model runs."""
-        dtypes = {self.autocast, self.param_dtype, *(p.dtype for p in model.parameters() if p.requires_grad)}
+        dtypes = {self.autocast, *self.of_params, *(p.dtype for p in model.parameters() if p.requires_grad)}
         return torch.float16 in dtypes if self.loss_scale == "auto" else self.loss_scale is not None
 
     @classmethod
