@@ -49,6 +49,24 @@ def ordered(
     return after, report
 
 
+def test_errors_of_an_order_have_its_number_and_the_name() -> None:
+    good = ("gather", "free", "uses")
+    with pytest.raises(MeshweaveError, match="order 1 has a name that is not in the graph") as error:
+        ordered(hidden(), replace(PLAIN, orders=(good, ("gather", "nothing"))))
+    assert error.value.got == "nothing"
+    with pytest.raises(MeshweaveError, match="order 0 is not an order of the graph") as error:
+        ordered(hidden(), replace(PLAIN, orders=(("uses", "free"), good)))
+    assert error.value.got == "the wait for gather comes before its start"
+
+
+def test_a_wait_of_an_order_stands_where_it_was_put() -> None:
+    """Without its waits an order has them as late as possible: here the gather is waited for before the matmul."""
+    early, late = ("gather", "full", "free", "uses"), ("gather", "free", "uses")
+    _, report = ordered(hidden(), replace(PLAIN, orders=(early, late)))
+    seconds = {row.name: row.seconds[0][1] for row in report.candidates}
+    assert (seconds["order 0 handed in"], seconds["order 1 handed in"]) == (5.0, 3.0)
+
+
 def test_groups_that_the_caller_names_must_be_known() -> None:
     """With seconds of the caller's own no group is needed: only where groups are checked is an unknown group an
     error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -10,9 +11,10 @@ from meshweave.errors import MeshweaveError
 from meshweave.optimize.overlap.bounds import bound_of
 from meshweave.optimize.overlap.explain import collective_rows, exposed_of, merge_rows
 from meshweave.optimize.overlap.merge import Merger
+from meshweave.optimize.overlap.model import Order
 from meshweave.optimize.overlap.play import SCENARIOS, live_at_peak, peak_of, play, seconds_of
 from meshweave.optimize.overlap.read import Reading
-from meshweave.optimize.overlap.report import CandidateRow, Deferred, OverlapReport
+from meshweave.optimize.overlap.report import INPUT, CandidateRow, Deferred, OverlapReport
 from meshweave.optimize.overlap.search import OrderCandidate, OrderChoice, OrderSearch, choose
 from meshweave.optimize.overlap.waits import hoist_continuations, sunk_waits, with_waits
 from meshweave.optimize.overlap.write_buckets import rewrite
@@ -34,11 +36,14 @@ class OverlapOptions:
     are known to be off.
     choose: "regret" chooses, among orders within 0.15% of the fastest under the nominal costs, that with the least
     worst-case loss over `problem.scenarios`; "nominal" the fastest.
+    orders: orders to compare with, as names of nodes: the result is never slower than any of them. They contain starts
+    and kernels, and optionally waits; views are placed where they are needed.
     """
 
     bucket: bool = True
     communication_factor: float = 1.0
     choose: str = "regret"
+    orders: tuple[tuple[str, ...], ...] = ()
 
     def check(self) -> None:
         if self.choose not in ("regret", "nominal"):
@@ -63,28 +68,30 @@ def decide(
     slowdown: Slowdown | None,
     memory_cap_bytes: int | None,
     options: OverlapOptions,
+    orders: Sequence[tuple[str, Order]] = (),
     notes: tuple[str, ...] = (),
     ceiling: int | None = None,
 ) -> OverlapReport:
-    """Search, choose and write the order into the graph. Without a cap the default cap applies, but at most `ceiling`
-    bytes if the input order needs no more. Raises MeshweaveError if nothing fits."""
+    """Search, choose and write the order into the graph; `orders` are the caller's, by name. Without a cap the default
+    cap applies, but at most `ceiling` bytes if the input order needs no more. Raises MeshweaveError if nothing fits."""
     problem = merger.reading.problem
     before = peak_of(problem, problem.order)
     cap = cap_of(before, memory_cap_bytes, ceiling)
     search = OrderSearch(merger, cap, slowdown, options.bucket)
-    choice = _search(search, options.choose)
+    choice = _search(search, [(INPUT, problem.order), *orders], options.choose)
     report = _report(choice, search, before, notes)
     rewrite(merger.reading, choice.chosen.merged, choice.chosen.order)
     return report
 
 
-def _search(search: OrderSearch, rule: str) -> OrderChoice:
+def _search(search: OrderSearch, orders: Sequence[tuple[str, Order]], rule: str) -> OrderChoice:
     """Raises NoOrderError where nothing fits."""
-    candidates = search.run()
+    candidates = search.run(orders)
     if not candidates:
         assert search.least is not None, "it is kept where nothing fits"
         raise _no_order(search.merger.reading, search.least, search.cap)
-    choice = choose(candidates, search.slowdown, rule)
+    names = {name for name, _ in orders}
+    choice = choose(candidates, search.slowdown, rule, sum(c.name in names for c in candidates))
     chosen = _delay_waits(choice.chosen, search.slowdown, search.cap)
     judged = tuple(chosen if c is choice.chosen else c for c in choice.candidates)
     return OrderChoice(chosen, judged, choice.regret)

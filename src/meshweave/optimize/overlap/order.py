@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import fx
 
 from meshweave.cost.hardware.profile import MachineProfile
+from meshweave.errors import MeshweaveError
 from meshweave.interop.gloo import let_gathers_overlap_in
 from meshweave.interop.graphs import lazy_module_like
 from meshweave.ir.device_program import DeviceProgram, graph_program
@@ -16,8 +17,9 @@ from meshweave.ir.graph import copied_graph
 from meshweave.optimize.overlap.decide import OverlapOptions, decide
 from meshweave.optimize.overlap.merge import Merger
 from meshweave.optimize.overlap.prices import Agree, Cost, CostModel, costs_of, fill_prices
-from meshweave.optimize.overlap.read import read_problem
+from meshweave.optimize.overlap.read import Reading, read_problem
 from meshweave.optimize.overlap.report import OverlapReport
+from meshweave.optimize.overlap.waits import with_waits
 
 
 def order_program(
@@ -43,8 +45,9 @@ def order_program(
         prices = costs.prices(reading)
         merger = Merger(reading, fill_prices(reading, prices, options.communication_factor, agree))
         _keep_even(merger, program.uneven)
+        orders = [(f"order {k} handed in", order) for k, order in enumerate(_orders(reading, options))]
         ceiling = costs.capacity if program.is_whole else None
-        return decide(merger, costs.slowdown, memory_cap_bytes, options, prices.notes, ceiling)
+        return decide(merger, costs.slowdown, memory_cap_bytes, options, orders, prices.notes, ceiling)
 
 
 @contextmanager
@@ -107,3 +110,30 @@ def overlap(
     ordered = lazy_module_like(gm, graph)
     let_gathers_overlap_in(ordered)
     return ordered, report
+
+
+def _orders(reading: Reading, options: OverlapOptions) -> list[list[int]]:
+    """The caller's orders, as orders of the problem."""
+    problem = reading.problem
+    number: dict[str, int] = {name: i for i, name in enumerate(problem.names)}
+    number |= {wait.name: ~c for c, waits in reading.waits.items() for wait in waits[:1]}
+    known = {node.name for node in reading.graph.nodes}.union(number)
+    orders = []
+    for k, names in enumerate(options.orders):
+        if strange := [name for name in names if name not in known]:
+            raise MeshweaveError(
+                f"order {k} has a name that is not in the graph",
+                got=strange[0],
+                expected="names of the graph's nodes",
+                hint="take them from the graph that the pass gets: [node.name for node in graph.nodes]",
+            )
+        order = with_waits(problem, [number[name] for name in names if name in number])
+        if wrong := problem.check(order):
+            raise MeshweaveError(
+                f"order {k} is not an order of the graph",
+                got=wrong,
+                expected="every op once, after all that it needs",
+                hint="begin with the names in the graph's own order, and move those that may move",
+            )
+        orders.append(order)
+    return orders

@@ -1,4 +1,4 @@
-"""A portfolio of orders and buckets, judged by playing them; it includes the input order."""
+"""A portfolio of orders and buckets, judged by playing them; it includes the input order and the caller's orders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.outline import Folded, Outline, fold, trivial_fold
 from meshweave.optimize.overlap.play import NOMINAL, SCENARIOS, SLOW, peak_of, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
-from meshweave.optimize.overlap.report import INPUT
 
 # Windows in items, and how gaps are filled: a prefix of this list, as long as the effort allows. A layer of a
 # transformer is 60 to 150 items in backward; the best window depends on the ratio of kernels to communications
@@ -101,10 +100,12 @@ class OrderSearch:
         """The candidates under the cap."""
         return [c for c in self.judged if c.peak <= self.cap]
 
-    def run(self) -> list[OrderCandidate]:
-        """All candidates under the cap, the input order first. A search under the cap itself, if nothing else fits,
-        depends on it, and another cap may not find the same order: `least` is determined before."""
-        usual = self.judge(INPUT, self.shape(()), self.merger.reading.problem.order).peak
+    def run(self, orders: Sequence[tuple[str, Order]]) -> list[OrderCandidate]:
+        """All candidates under the cap, `orders` first, the input order among them. A search under the cap itself, if
+        nothing else fits, depends on it, and another cap may not find the same order: `least` is determined before."""
+        for name, order in orders:
+            self.judge(name, self.shape(()), order)
+        usual = self.judged[0].peak
         self.seek(usual)
         methods = self.fastest()
         lean = (*methods[:2], *((str(policy), self.shape(()), policy) for policy in _SHORT))
@@ -342,14 +343,14 @@ class OrderChoice:
     regret: float
 
 
-def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule: str) -> OrderChoice:
+def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule: str, protected: int) -> OrderChoice:
     """Among the candidates almost as fast as the fastest under nominal costs, that with the least worst-case regret
     over the scenarios; with `rule` "nominal" the fastest.
 
-    The chosen order is never slower than the input order under nominal costs. The fastest of the others are judged
-    under all scenarios (fewer in a large graph), and the fastest where communication takes twice as long.
+    The first `protected` candidates are the input order and the caller's: the chosen order is never slower than any of
+    them under nominal costs. The fastest of the others are judged under all scenarios (fewer in a large graph), and the
+    fastest where communication takes twice as long.
     """
-    protected = int(candidates[0].name == INPUT)
     most = 6 if candidates[0].merged.problem.num_items <= _SMALL else 4
     ranked = sorted(candidates[protected:], key=lambda c: (c.seconds[0], c.busy))
     pool = [*candidates[:protected], *_distinct(ranked, most)]

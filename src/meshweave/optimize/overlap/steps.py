@@ -10,6 +10,7 @@ from torch import fx
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.simulate.step import default_fusion, seconds_of_step, times_of
 from meshweave.cost.simulate.tasks import Tasks, lower_tasks
+from meshweave.errors import MeshweaveError
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.optimize.overlap.decide import OverlapOptions
 from meshweave.optimize.overlap.order import order_program
@@ -74,6 +75,8 @@ def overlap_role(
     cost in the profile.
     """
     options = options or OverlapOptions()
+    if options.orders:
+        raise MeshweaveError("orders are not supported for whole steps", hint="omit OverlapOptions.orders")
     tasks = tasks or tasks_of((role,), profile)
     form = form_of(role, microbatches, keeps_gradients)
     costs = ProfileCosts(profile, tasks.seconds_of(form.nodes))
