@@ -118,6 +118,15 @@ def assert_equals_eager(model: nn.Module, data: Sequence[Any], mesh: str = "", *
     return step
 
 
+def assert_equals_one_device(model: nn.Module, data: Sequence[Any], mesh: str, **options: Any) -> mw.TrainStep:
+    """Train a float64 model on one device and on `mesh`; losses and parameters agree. Returns the step of `mesh`."""
+    alone, expected = train(model, data)
+    step, losses = train(model, data, mesh, **options)
+    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+    assert_tensors(step.parameters(), alone.parameters(), 1e-10)
+    return step
+
+
 class Breaks:
     """A meter that fails once, on one held device in one phase."""
 

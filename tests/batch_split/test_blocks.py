@@ -9,7 +9,7 @@ import torch
 from tests.batch_split.test_captured import COUNT, REFUSED, TOP, Coupled, Rows, back, by_score, ends_of, shared
 from tests.experts import mixture, own_loss, tokens
 from tests.movement.test_dispatch import MODELS, SLOW_LINKS, WIDTH, Model, batches, sparse_moves
-from tests.training import assert_equals_eager, assert_tensors, train
+from tests.training import assert_equals_eager, assert_equals_one_device, train
 from torch import Tensor, fx
 
 import meshweave as mw
@@ -51,10 +51,7 @@ def moves_of_tokens(step: mw.TrainStep) -> list[fx.Node]:
 @pytest.mark.parametrize(("settings", "mesh"), CASES)
 def test_blocks_equal_one_device_in_float64(settings: dict[str, Any], mesh: str) -> None:
     data, options = batches(3, 48), {"plan": PLANS[mesh], "profile": SLOW_LINKS}
-    alone, expected = train(Model(**settings).double(), data)
-    step, losses = train(Model(**settings).double(), data, mesh, **options)
-    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
-    assert_tensors(step.parameters(), alone.parameters(), 1e-10)
+    step = assert_equals_one_device(Model(**settings).double(), data, mesh, **options)
     assert num_blocks(step) == {4 if mesh in ("dp=4", "dp=2,fsdp=2") else 2}
     check_complete(step.program.placed, step.program.optimized.roles)
 
@@ -80,10 +77,7 @@ def test_tokens_stay_among_the_devices_of_their_block() -> None:
 @pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=2,ep=2", marks=pytest.mark.slow)])
 def test_what_needs_all_rows_beside_the_experts_has_them(how: Rows, mesh: str) -> None:
     data = batches(2)
-    alone, expected = train(Coupled(how).double(), data)
-    step, losses = train(Coupled(how).double(), data, mesh, plan=PLANS[mesh])
-    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
-    assert_tensors(step.parameters(), alone.parameters(), 1e-10)
+    step = assert_equals_one_device(Coupled(how).double(), data, mesh, plan=PLANS[mesh])
     assert num_blocks(step) == {2}
 
 
@@ -93,10 +87,7 @@ KINDS = [pytest.param(how, marks=() if i < 2 else pytest.mark.slow) for i, how i
 @pytest.mark.parametrize("how", KINDS)
 def test_rows_that_need_others_are_sorted_as_a_whole(how: Rows) -> None:
     data = batches(2)
-    alone, expected = train(Coupled(how).double(), data)
-    step, losses = train(Coupled(how).double(), data, "dp=2,ep=2", plan=PLANS["dp=2,ep=2"])
-    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
-    assert_tensors(step.parameters(), alone.parameters(), 1e-10)
+    step = assert_equals_one_device(Coupled(how).double(), data, "dp=2,ep=2", plan=PLANS["dp=2,ep=2"])
     assert not num_blocks(step)
 
 
@@ -107,19 +98,14 @@ def test_rows_that_need_others_are_sorted_as_a_whole(how: Rows) -> None:
 )
 def test_other_batches_are_sorted_as_a_whole(mesh: str, plan: str, num_rows: int) -> None:
     data = batches(2, num_rows)
-    _, expected = train(Model().double(), data)
-    step, losses = train(Model().double(), data, mesh, plan=plan)
-    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
+    step = assert_equals_one_device(Model().double(), data, mesh, plan=plan)
     assert not num_blocks(step)
 
 
 def test_chunks_of_rows_are_sorted_in_blocks() -> None:
     data = batches(2, 48)
-    alone, expected = train(Model().double(), data)
     options: dict[str, Any] = {"plan": PLANS["dp=2,ep=2"], "profile": SLOW_LINKS}
-    step, losses = train(Model().double(), data, "dp=2,ep=2", passes=[Split((2,), "always")], **options)
-    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
-    assert_tensors(step.parameters(), alone.parameters(), 1e-10)
+    step = assert_equals_one_device(Model().double(), data, "dp=2,ep=2", passes=[Split((2,), "always")], **options)
     assert num_blocks(step) == {2}
     assert {n.meta["plan"].steps[0].axes for n in sparse_moves(step)} == {("ep",)}
 
@@ -167,8 +153,5 @@ def _with_experts(model: Coupled, x: Tensor, chosen: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", [statistics, sorts_of_rows, rounded, small_integers], ids=lambda how: how.__name__)
 def test_counts_and_sorts_of_other_values(how: Rows) -> None:
     data = batches(2, 256 if how is rounded else 16)
-    alone, expected = train(Coupled(how).double(), data)
-    step, losses = train(Coupled(how).double(), data, "dp=2", plan="dp:dp")
-    torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-10)
-    assert_tensors(step.parameters(), alone.parameters(), 1e-10)
+    step = assert_equals_one_device(Coupled(how).double(), data, "dp=2", plan="dp:dp")
     assert num_blocks(step) == (set() if how is rounded else {2})

@@ -241,7 +241,8 @@ def test_chunks_hide_communication() -> None:
         return mw.overlap(gm, cost=cost, groups=groups_of(0), memory_cap_bytes=1 << 30)[1].seconds
 
     gm = traced(Model())["joint"]
-    assert min(seconds(split_batch(gm, count)[0]) for count in (2, 4)) < 0.9 * seconds(gm)
+    whole = seconds(gm)
+    assert any(seconds(split_batch(gm, count)[0]) < 0.9 * whole for count in (2, 4))
 
 
 @pytest.mark.slow

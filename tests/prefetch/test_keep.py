@@ -174,7 +174,7 @@ def loss_without_passes() -> torch.Tensor:
     return compiled("none", "cp=2", layers=2)(llama()[1])
 
 
-@pytest.mark.parametrize("passes", ["keep,decompose", "keep,ring=always"])
+@pytest.mark.parametrize("passes", [pytest.param("keep,decompose", marks=pytest.mark.slow), "keep,ring=always"])
 def test_messages_of_ring_attention_are_left_alone(passes: str) -> None:
     """Forward and backward pass the same keys around. Each ring keeps its own messages and is proven by them."""
     kept = compiled(passes, "cp=2", profile="h100", layers=2)
