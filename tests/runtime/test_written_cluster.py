@@ -45,7 +45,8 @@ class Stages(nn.Module):
         return self.layers[1](self.layers[0](x).tanh())
 
 
-def job_written(pipe: Connection, what: str) -> dict[str, Any]:
+def written(what: str) -> float:
+    """The last loss."""
     torch.manual_seed(0)
     is_pipeline = what == "stages"
     model, data = Stages() if is_pipeline else Layer(4, 4), batches(4, (4, 4), (4, 4))
@@ -54,13 +55,7 @@ def job_written(pipe: Connection, what: str) -> dict[str, Any]:
     for batch in data[:2]:
         step(batch)
     write(what, model, optimizer)
-    return {"loss": [float(step(batch)) for batch in data[2:]][-1]}
-
-
-@pytest.mark.parametrize("what", ["alike", "stages"])
-def test_what_ranks_write_alike_counts(start: Callable[..., Job], what: str) -> None:
-    first, second = start("tests.runtime.test_written_cluster:job_written", 2, what).finish(240)
-    assert first["loss"] == second["loss"], (first, second)
+    return [float(step(batch)) for batch in data[2:]][-1]
 
 
 class Critic(nn.Module):
@@ -74,7 +69,8 @@ class Critic(nn.Module):
         return self.last(self.inner(x).tanh())
 
 
-def job_two_steps_in_turns(pipe: Connection) -> dict[str, Any]:
+def two_steps_in_turns() -> tuple[list[float], list[float]]:
+    """The losses, and those of eager PyTorch."""
     torch.manual_seed(0)
     inner, last = nn.Linear(4, 4), nn.Linear(4, 1)
     data = batches(3, (4, 4), (4, 1))
@@ -95,12 +91,7 @@ def job_two_steps_in_turns(pipe: Connection) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             expected.append(loss.item())
-    return {"losses": losses, "expected": expected}
-
-
-def test_steps_in_turns_train_a_parameter_of_which_a_rank_has_no_element(start: Callable[..., Job]) -> None:
-    for outcome in start("tests.runtime.test_written_cluster:job_two_steps_in_turns", 2).finish(240):
-        assert outcome.get("losses") == pytest.approx(outcome.get("expected"), rel=1e-5), outcome
+    return losses, expected
 
 
 class ThreeHeads(nn.Module):
@@ -142,7 +133,8 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any], 
 }
 
 
-def job_beside_eager(pipe: Connection, row: str) -> dict[str, Any]:
+def beside_eager(row: str) -> tuple[list[float], list[float]]:
+    """The losses, and those of eager PyTorch."""
     make, shape, options, between = ROWS[row]
     data, losses = batches(4, shape, shape), list[list[float]]()
     for is_eager in (True, False):
@@ -164,10 +156,20 @@ def job_beside_eager(pipe: Connection, row: str) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             losses[-1].append(loss.item())
-    return {"losses": losses[1], "expected": losses[0]}
+    return losses[1], losses[0]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_what_a_script_writes_on_processes_counts_as_in_eager_pytorch(start: Callable[..., Job], row: str) -> None:
-    for outcome in start("tests.runtime.test_written_cluster:job_beside_eager", 2, row).finish(240):
-        assert outcome.get("losses") == pytest.approx(outcome.get("expected"), rel=1e-5), outcome
+def job(pipe: Connection) -> dict[str, Any]:
+    rows = {row: beside_eager(row) for row in ROWS}
+    return {
+        "alike": [written(what) for what in ("alike", "stages")],
+        "rows": rows | {"a parameter of which a rank has no element": two_steps_in_turns()},
+    }
+
+
+def test_what_a_script_writes_on_processes_counts_as_in_eager_pytorch(start: Callable[..., Job]) -> None:
+    first, second = start(f"{__name__}:job", 2).finish(240)
+    assert first.get("alike") == second.get("alike") is not None, (first, second)
+    for outcome in (first, second):
+        for row, (losses, expected) in outcome["rows"].items():
+            assert losses == pytest.approx(expected, rel=1e-5), row
