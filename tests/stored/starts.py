@@ -100,11 +100,9 @@ def read_from(program: Program) -> dict[str, Any]:
     }
 
 
-def _role(role: RankGraph | None) -> Any:
-    if role is None:
-        return None
+def _role(role: RankGraph) -> Any:
     names = ("mesh", "inputs", "layouts", "outputs", "output_layouts", "devices", "meshes", "transfers")
-    return role.text(), _graph(role.graph), [getattr(role, name) for name in names], _role(role.prologue)
+    return role.text(), _graph(role.graph), [getattr(role, name) for name in names]
 
 
 def _graph(graph: fx.Graph) -> list[Any]:
