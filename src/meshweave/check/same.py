@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from meshweave.errors import VerifyError
-from meshweave.ir.graph import op_name
+from meshweave.ir.graph import op_name, value_numbers
 from meshweave.ir.rank import RankGraph
 from meshweave.optimize.overlap.unmerge import unmerge_buckets
 
@@ -35,16 +35,6 @@ def check_same(before: RankGraph, after: RankGraph) -> int:
 
 def _outputs(role: RankGraph, forms: Forms) -> dict[tuple[str, str], tuple[int, fx.Node]]:
     """By output the number of its value, and the node that computes it."""
-    keys = iter(role.inputs)
-    numbers: dict[fx.Node, int] = {}
-    for node in role.graph.nodes:
-        if node.op == "output":
-            return {key: (numbers[n], n) for key, n in zip(role.outputs, node.args[0], strict=True)}  # type: ignore[arg-type]
-        if node.op == "placeholder":
-            item = next(keys)
-            form: Any = ("input", item.kind, item.name)
-        else:
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: ("value", numbers[n]))
-            form = (node.op, node.target, repr(args), repr(sorted(kwargs.items())))
-        numbers[node] = forms.setdefault(form, len(forms))
-    raise VerifyError("a rank graph has no output")
+    inputs = {node: ("input", item.kind, item.name) for node, item in role.sources.items()}
+    numbers = value_numbers(role.graph, forms, inputs.get)
+    return {key: (numbers[node], node) for key, node in role.results.items()}

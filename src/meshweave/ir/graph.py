@@ -189,6 +189,21 @@ def map_nodes(node: fx.Node, function: Callable[[fx.Node], Any]) -> tuple[tuple[
     return args, kwargs  # type: ignore[return-value]
 
 
+def value_numbers(
+    graph: fx.Graph, forms: dict[Any, int], own_form: Callable[[fx.Node], Any | None]
+) -> dict[fx.Node, int]:
+    """Equal numbers for equal values: of the same op on equal operands, or with the same `own_form` if a node has one.
+    `forms` numbers the forms so far, also of other graphs."""
+    numbers: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        form = own_form(node)
+        if form is None:
+            args, kwargs = map_nodes(node, lambda n: ("value", numbers[n]))
+            form = (node.op, node.target, repr(args), repr(sorted(kwargs.items())))
+        numbers[node] = forms.setdefault(form, len(forms))
+    return numbers
+
+
 def erase_unused(
     graph: fx.Graph, nodes: Iterable[fx.Node], stays: Callable[[fx.Node], bool] = lambda node: False
 ) -> None:

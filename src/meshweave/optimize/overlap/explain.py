@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 
 from meshweave.cost.simulate.clock import Slowdown
@@ -12,7 +11,6 @@ from meshweave.optimize.overlap.play import Playback, play
 from meshweave.optimize.overlap.report import CollectiveRow, Merge
 from meshweave.optimize.overlap.search import OrderCandidate, OrderSearch
 
-_SHOWN = 4  # kernels listed per collective
 _LOOKED_AT = 256  # kernels after a stall that are examined as possible fillers
 
 
@@ -29,8 +27,6 @@ def collective_rows(merger: Merger, chosen: OrderCandidate, slowdown: Slowdown |
     for c, a, b in played.stalls:
         since, total = stalls.get(c, (a, 0.0))
         stalls[c] = (since, total + b - a)
-    kernels = [x for x in chosen.order if x >= 0 and problem.channel[x] < 0 and problem.seconds[x] > 0]
-    ends = [played.end[x] for x in kernels]
     place = {x: n for n, x in enumerate(chosen.order)}
     users: dict[int, int] = {}  # of each communication the first item that waits for it
     for x in chosen.order:
@@ -42,14 +38,6 @@ def collective_rows(merger: Merger, chosen: OrderCandidate, slowdown: Slowdown |
         item = items[c]
         starts = chosen.merged.buckets[item.bucket] if item.kind == "start" else (item.of,)
         reading = merger.reading
-        beside = []
-        for k in range(bisect_left(ends, played.begin[c]), len(kernels)):
-            x = kernels[k]
-            if played.begin[x] >= played.end[c]:
-                break
-            shared = min(played.end[x], played.end[c]) - max(played.begin[x], played.begin[c])
-            beside.append((problem.names[x], shared))
-        beside = sorted((b for b in beside if b[1] > 0), key=lambda b: (-b[1], b[0]))[:_SHOWN]
         since, exposed = stalls.get(c, (0.0, 0.0))
         rows.append(
             CollectiveRow(
@@ -59,7 +47,6 @@ def collective_rows(merger: Merger, chosen: OrderCandidate, slowdown: Slowdown |
                 bytes=sum(merger.costs.moved[s] for s in starts),
                 seconds=played.end[c] - played.begin[c],
                 exposed_seconds=exposed,
-                hidden_by=tuple(beside),
                 reason=_reason(chosen, played, c, since, place, users) if exposed else "",
             )
         )

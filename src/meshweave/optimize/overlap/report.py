@@ -47,8 +47,8 @@ class Deferred(Sequence[Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
-    """A collective of the result. `hidden_by` are the kernels that run beside it, the longest first, with the seconds
-    that they hide; `exposed_seconds` is the time in which the compute stream waits for it, and `reason` says why."""
+    """A collective of the result. `exposed_seconds` is the time in which the compute stream waits for it, and `reason`
+    says why."""
 
     name: str
     op: str
@@ -56,7 +56,6 @@ class CollectiveRow:
     bytes: float
     seconds: float
     exposed_seconds: float
-    hidden_by: tuple[tuple[str, float], ...]
     reason: str
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from torch import fx
 
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import erase_unused
+from meshweave.ir.graph import erase_unused, value_numbers
 from meshweave.ir.liveness import RoleLiveness, role_liveness
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.traits import is_random
@@ -31,7 +31,6 @@ class KeepReport:
     kept_bytes: int
     peak_before: int
     peak_bytes: int
-    limit_bytes: int
     reason: str = ""
 
     def left(self, reason: str) -> KeepReport:
@@ -71,7 +70,6 @@ def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, Ke
         kept_bytes=num_bytes,
         peak_before=peak,
         peak_bytes=max(levels),
-        limit_bytes=limit_bytes,
     )
     return (own if kept else role), report
 
@@ -126,17 +124,8 @@ def _stays(role: RankGraph, node: fx.Node) -> bool:
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Equal numbers for equal values: of the same op on equal operands, unless it draws from a generator."""
-    numbers: dict[fx.Node, int] = {}
-    forms: dict[object, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and not is_random(node.target):
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: ("value", numbers[n]))
-            form: object = (node.target, repr(args), repr(sorted(kwargs.items())))
-        else:
-            form = node
-        numbers[node] = forms.setdefault(form, len(forms))
-    return numbers
+    """Equal numbers for equal values; what draws from a generator equals nothing else."""
+    return value_numbers(graph, {}, lambda n: None if n.op == "call_function" and not is_random(n.target) else n)
 
 
 def _repeats_that_fit(repeats: list[_Repeat], levels: list[int], limit_bytes: int) -> list[_Repeat]:
