@@ -18,7 +18,7 @@ from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import RankGraph
+from meshweave.ir.rank import RankGraph, prepared_values
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.optimize.batch_split.blocks import in_blocks
 from meshweave.optimize.batch_split.ends import share_ends
@@ -228,8 +228,8 @@ def _planned(
     placement = decide(resolved, step, mesh, units, homes)
     placement = placement if inputs.lasting is None else placement.keeping(inputs.lasting)
 
-    def expanded(accumulate_in: str) -> tuple[StepGraph, tuple[RankGraph, ...]]:
-        placed = placing.place(step, replace(placement, accumulate_in=accumulate_in))
+    def expanded(accumulate_in: str, casts_once: bool) -> tuple[StepGraph, tuple[RankGraph, ...]]:
+        placed = placing.place(step, replace(placement, accumulate_in=accumulate_in, casts_once=casts_once))
         placed = arrange(placed, placing.planner, reduce_after_cast=options.precision.reduce_after_cast)
         placed = dispatched(own_sums(placed), placing.planner, placing.rates)
         progress("expand")
@@ -242,22 +242,26 @@ def _planned(
 
 
 def _accumulated(
-    expanded: Callable[[str], tuple[StepGraph, tuple[RankGraph, ...]]], options: CaptureOptions, room: int | None
+    expanded: Callable[[str, bool], tuple[StepGraph, tuple[RankGraph, ...]]], options: CaptureOptions, room: int | None
 ) -> tuple[StepGraph, tuple[RankGraph, ...], str]:
     """A program that adds up its microbatches' gradients as the options ask, and a sentence about that.
 
-    `expanded(where)` places and expands it. "auto" is whole, unless a device would then use more than `room` bytes.
+    `expanded(where, casts_once)` places and expands it. "auto" is whole, unless a device would then use more than
+    `room` bytes, also with casts of parameters in every microbatch.
     """
     microbatches, where = options.accumulate, options.precision.accumulate_in
-    placed, roles = expanded("whole" if where == "auto" else where)
+    placed, roles = expanded("whole" if where == "auto" else where, True)
     if microbatches == 1:
         return placed, roles, ""
+    is_prepared = any(prepared_values(role.graph) for role in roles)
+    if is_prepared and room is not None and max(map(peak_bytes, roles)) > room:
+        placed, roles = expanded("whole" if where == "auto" else where, False)
     whole, stored = sum_bytes(placed)
     how = f"gradients of {microbatches} microbatches are added up"
     if whole == stored:
         return placed, roles, f"{how} in {bytes_text(whole)} a device and reduced once a step"
     if where == "auto" and room is not None and (peak := max(map(peak_bytes, roles))) > room:
-        placed, roles = expanded("shards")
+        placed, roles = expanded("shards", False)
         asked = f"whole they would need {bytes_text(peak)} a device of {bytes_text(room)}"
         return placed, roles, f"{how} in shards, reduced in each microbatch: {asked}"
     if where == "shards":

@@ -37,7 +37,8 @@ class DeviceProgram:
     must be known. sources: inputs that outlive the graph, or may, such as parameters. refused: for a start, why it must
     not be changed, whatever the costs; "" if it may be. symbols: the numbers of symbolic nodes on the device that
     `values` are of. batch: inputs whose first dim are rows of the batch; None if unknown. queues: starts that keep
-    their order in a queue of this name. dropped: numbers of outputs that nobody reads.
+    their order in a queue of this name. dropped: numbers of outputs that nobody reads. prepared: values
+    that later microbatches read (`rank.prepared_values`).
     """
 
     graph: fx.Graph
@@ -54,12 +55,13 @@ class DeviceProgram:
     batch: tuple[fx.Node, ...] | None = None
     queues: Mapping[fx.Node, str] = field(default_factory=dict)
     dropped: frozenset[int] = frozenset()
+    prepared: frozenset[fx.Node] = frozenset()
 
     def results(self) -> list[fx.Node]:
-        """The outputs that are read."""
+        """The outputs that are read, and values that later microbatches read."""
         outputs: list[fx.Node] = []
         fx.map_arg(self.graph.output_node().args, outputs.append)
-        return [node for i, node in enumerate(outputs) if i not in self.dropped]
+        return [*(node for i, node in enumerate(outputs) if i not in self.dropped), *self.prepared]
 
     def lasting(self) -> set[fx.Node]:
         """Values that depend only on inputs that outlive the graph."""

@@ -61,8 +61,9 @@ def specs_of(value: Any) -> Specs:
 class Origin:
     """Where a node comes from: the phase, the module's path and the line of the model's source.
 
-    Phases are forward, loss, backward, reduce and update. Nodes of reduce are among those of backward: they move
-    accumulated gradients, and run in the last microbatch only.
+    Phases are prepare, forward, loss, backward, reduce and update. Nodes of prepare are among those of forward: they
+    cast and move parameters, run in the first microbatch only, and all microbatches use their results. Nodes of reduce
+    are among those of backward: they move accumulated gradients, and run in the last microbatch only.
 
     `call` numbers the ops that autograd recorded, from 1: a forward node has the number of its op, a backward node that
     of the op whose gradient it computes; otherwise 0.
@@ -78,7 +79,15 @@ class Origin:
 
 
 NOWHERE = Origin("forward")
-PARTS = {"forward": 0, "loss": 0, "backward": 1, "reduce": 1, "update": 2}  # the part of a step that a phase runs in
+
+
+def is_prepared(node: fx.Node) -> bool:
+    """Whether a node runs in the first microbatch only."""
+    return origin_of(node).phase == "prepare"
+
+
+# the part of a step that a phase runs in
+PARTS = {"prepare": 0, "forward": 0, "loss": 0, "backward": 1, "reduce": 1, "update": 2}
 _BLOCK = re.compile(r"^(?:[^.]+\.)*?\d+(?=\.|$)")  # up to the first index: model.layers.3
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from torch import fx
 
 from meshweave.ir.collectives import STARTS
-from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.rank import SYMBOLS, RankGraph, prepared_values
 from meshweave.ir.values import Value, local_values
 
 # The moment at which a storage is allocated, the moment at which it is freed (the number of moments: never), and its
@@ -73,6 +73,8 @@ def role_liveness(role: RankGraph) -> RoleLiveness:
         for x in _used(node, values):
             if end.get(x.storage, 0) < never:
                 end[x.storage] = at + 1
+    for node in prepared_values(role.graph):  # by the first microbatch
+        begin.update((x.storage, 0) for x in values[node])
     for (kind, _), node in role.results.items():
         if kind not in ("acc", "grad"):
             end.update((x.storage, never) for x in values[node])

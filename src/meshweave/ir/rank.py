@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, NamedGraph, Spec, copied_graph, graph_text
+from meshweave.ir.graph import Input, NamedGraph, Spec, copied_graph, graph_text, is_prepared
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import nested_chunk
 from meshweave.ir.routes import Routes, routes, routes_within
+from meshweave.ir.traits import VIEWS
 
 Coordinates = Mapping[str, int]
 
@@ -104,6 +105,18 @@ def _collect(values: Iterable[Any], operands: list[fx.Node]) -> None:
 def distinct_operands(node: fx.Node) -> list[fx.Node]:
     """The tensors among the arguments, each once."""
     return list(dict.fromkeys(operands_of(node)))
+
+
+def prepared_values(graph: fx.Graph) -> set[fx.Node]:
+    """The results of phase prepare that other phases read, and what these are views of: they live from the first to
+    the last microbatch."""
+    values: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node.target not in SYMBOLS and is_prepared(node):
+            is_read = any(not is_prepared(user) for user in node.users)
+            if is_read or any(user in values and user.target in VIEWS for user in node.users):
+                values.add(node)
+    return values
 
 
 @dataclass(frozen=True, slots=True)

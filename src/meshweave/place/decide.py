@@ -29,7 +29,8 @@ class Placement:
     used: Mapping[str, Layout]
     homes: Homes
     kept: frozenset[str] = frozenset()  # parameters that stay gathered from forward to backward
-    accumulate_in: str = "whole"  # see `sharding.sums`
+    accumulate_in: str = "whole"  # see `place.sums`
+    casts_once: bool = True  # under accumulation: casts of parameters are those of the first microbatch
     attention: str = "auto"  # see `Plan.cp`
 
     def keeping(self, other: Placement) -> Placement:

@@ -44,7 +44,8 @@ PIN = torch.ops.meshweave.pin.default
 ROUND_PARTS = torch.ops.meshweave.round_parts.default
 
 # Factor on the price of moving a parameter away from the layout that the plan uses it in, a value away from its
-# operator's layout, or a part of a sum that is cast before the sum: such layouts are kept wherever possible.
+# operator's layout, or a part of a sum that is cast before the sum or added up over microbatches: such layouts are kept
+# wherever possible.
 PINNED_WEIGHT = 100.0
 
 
@@ -130,6 +131,7 @@ class _Placer:
         """The parameter, cast where the graph casts it, in its stored layout."""
         if node.op == "placeholder":
             return self.copies[node][0]
+        phase = "prepare" if self.sums.operands and self.placement.casts_once else phase
         key = (node, phase)
         if key not in self.stored:
             source = self._stored_form(tensor_inputs(node)[0], phase)
@@ -138,7 +140,8 @@ class _Placer:
 
     def _used_form(self, node: fx.Node, phase: str) -> Copy:
         """The parameter in the form that `phase` uses: gathered, then viewed."""
-        phase = "forward" if self.forms.name(node) in self.placement.kept else phase
+        if self.forms.name(node) in self.placement.kept:
+            phase = "prepare" if self.sums.operands else "forward"
         key = (node, phase)
         if key in self.used:
             return self.used[key]
@@ -304,7 +307,7 @@ class _Placer:
         self.line = origin_of(node).source
         operands, mesh = tensor_inputs(node), self.placement.homes[node]
         described = [self._operand(n, phase, mesh) for n in operands]
-        if node.target is ROUND_PARTS:
+        if node.target is ROUND_PARTS or node in self.sums.paths:
             described = [replace(h, weight=PINNED_WEIGHT) for h in described]
         try:
             option = self._choose(node, described, mesh)

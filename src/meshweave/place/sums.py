@@ -18,6 +18,7 @@ from torch import fx
 from meshweave.ir.graph import StepGraph, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.traits import CASTS, VIEWS
 
 _SCALE = torch.ops.aten.mul.Tensor
 
@@ -31,6 +32,7 @@ class Sums:
     where: str
     operands: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     of_gradient: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # gradient -> sums so far
+    paths: set[fx.Node] = field(default_factory=set)  # casts, views and factors between backward and whole sums
 
     def __post_init__(self) -> None:
         items = self.step.sources
@@ -41,6 +43,9 @@ class Sums:
                 so_far, gradient = (first, second) if is_first else (second, first)
                 self.operands[value] = so_far, gradient
                 self.of_gradient.setdefault(gradient, []).append(so_far)
+                while self.where == "whole" and _is_passed(gradient):
+                    self.paths.add(gradient)
+                    (gradient,) = tensor_inputs(gradient)
 
     def order(self) -> list[fx.Node]:
         """The nodes of the step in the order in which they are placed.
@@ -71,6 +76,10 @@ class Sums:
             shards = {axis for dim in dims for axis in dim.axes}
             return Layout(produced.mesh, tuple(dims), tuple((a, op) for a, op in sums if a not in shards))
         return Layout(produced.mesh, produced.dims, sums)
+
+
+def _is_passed(node: fx.Node) -> bool:
+    return len(tensor_inputs(node)) == 1 and (node.target in VIEWS or node.target in CASTS or node.target is _SCALE)
 
 
 def sum_bytes(placed: StepGraph) -> tuple[int, int]:

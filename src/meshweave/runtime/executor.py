@@ -11,9 +11,9 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import PARTS, map_nodes, op_name, origin_of
+from meshweave.ir.graph import PARTS, is_prepared, map_nodes, op_name, origin_of
 from meshweave.ir.ops import KERNELS
-from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols
+from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols, prepared_values
 from meshweave.ir.traits import FACTORIES
 from meshweave.ir.values import local_values
 from meshweave.runtime.regions.cut import Fused
@@ -123,8 +123,9 @@ class Compiled:
     """The tasks of a rank graph in three parts: forward with loss, backward, update.
 
     In a microbatch that is not the last of its step the update is empty, and backward does not reduce accumulated
-    gradients. A value is freed after its last use; so is an output that `keep` does not name, and an input that is
-    replaced by an output of the same name.
+    gradients. One that is not the first gets the values of phase prepare in their slots, `prepared`. A value is freed
+    after its last use; so is an output that `keep` does not name, and an input that is replaced by an output of the
+    same name.
     """
 
     graph: RankGraph
@@ -133,6 +134,7 @@ class Compiled:
     outputs: tuple[int, ...]
     num_slots: int
     nodes: tuple[fx.Node, ...]
+    prepared: tuple[int, ...] = ()
 
 
 def compile_tasks(
@@ -141,16 +143,22 @@ def compile_tasks(
     keep: Callable[[str, str], bool] = lambda kind, name: True,
     is_last: bool = True,
     fuse: Fuse | None = None,
+    is_first: bool = True,
 ) -> Compiled:
-    """The tasks of a role's graph, in the last microbatch of a step or in an earlier microbatch. `fuse(parts, kept)`
-    says which nodes of each part run together, given the values `kept` that outlive the step."""
+    """The tasks of a role's graph, in the first or last microbatch of a step or in another. `fuse(parts, kept)` says
+    which nodes of each part run together, given the values `kept` that outlive the step."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     parts = _parts(nodes)
     if not is_last:
         parts = [*([n for n in part if origin_of(n).phase != "reduce"] for part in parts[:UPDATE]), []]
+    prepared = prepared_values(graph.graph)
+    if not is_first:
+        parts = [[n for n in part if not is_prepared(n)] for part in parts]
     slot = {n: i for i, n in enumerate(graph.graph.nodes)}
     results = list(next(iter(reversed(graph.graph.nodes))).args[0])
     kept = {n for (kind, name), n in zip(graph.outputs, results, strict=True) if keep(kind, name)}
+    if not is_last:
+        kept |= prepared
     steps: Sequence[Sequence[Step]] = parts if fuse is None else fuse(parts, kept)
     last: dict[fx.Node, Step] = {}
     for step in (step for part in steps for step in part):
@@ -187,7 +195,8 @@ def compile_tasks(
 
     tasks = tuple(tuple(task(step) for step in part) for part in steps)
     inputs = tuple(slot[n] for n in sources)
-    return Compiled(graph, tasks, inputs, tuple(slot[n] for n in results), len(slot), tuple(slot))
+    outputs = tuple(slot[n] for n in results)
+    return Compiled(graph, tasks, inputs, outputs, len(slot), tuple(slot), tuple(sorted(slot[n] for n in prepared)))
 
 
 def _read_by(step: Step) -> Sequence[fx.Node]:

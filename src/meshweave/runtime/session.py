@@ -262,16 +262,20 @@ class Session:
         """The tasks of each local device, and their executor."""
         kept = {"loss", "metric", "output", "norm", "buffer", "param", "state"}
         kept |= {"grad"} if self.settings.run.keep_gradients else set()
-        self.ranks = self._compiled(kept, True, has_regions)
+        is_alone = self.settings.accumulate == 1
+        self.ranks = self._compiled(kept, is_alone, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
         graphs = self._recorder(has_regions)
         if graphs is not None and isinstance(self.executor, SerialExecutor):
             self.executor.record_passes(graphs)
         self.inputs = Inputs(self.world, self.ranks, self.settings.accumulate)
         self.replacements = Replacements.of(self.ranks)
-        if self.settings.accumulate > 1:  # earlier microbatches have their own tasks, and pass on other values
-            early = self._compiled({"loss", "metric", "buffer", "acc"}, False, has_regions)
-            self._early: Executor = self.world.executor(self.roles, early, meter)
+        self._early: tuple[Executor, ...] = ()  # of the first microbatch, and of those between it and the last
+        passed = {"loss", "metric", "buffer", "acc"}
+        for is_first in (True, False)[: self.settings.accumulate - 1]:
+            if is_first or any(rank.prepared for rank in self.ranks):
+                early = self._compiled(passed, is_first, False, has_regions)
+                self._early = (*self._early, self.world.executor(self.roles, early, meter))
 
     def compile_regions(self) -> None:
         """Compile the regions before the first step: until then a program may only be simulated, on a machine that
@@ -281,20 +285,22 @@ class Session:
         self._build(self.executor.meter, True)
         self._has_regions = True
 
-    def _compiled(self, kept: set[str], is_last: bool, has_regions: bool) -> tuple[Compiled, ...]:
-        """The tasks of each local device, with outputs of the kinds `kept`."""
+    def _compiled(self, kept: set[str], is_first: bool, is_last: bool, has_regions: bool) -> tuple[Compiled, ...]:
+        """The tasks of each local device in a microbatch, with outputs of the kinds `kept`."""
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
             if id(rank) not in compiled:
                 own = [d for d in self.world.devices if d in rank.devices]
                 fuse = partial(self.compiler.fuse, rank, own, self.world.device) if has_regions else None
-                compiled[id(rank)] = compile_tasks(rank, self.world.device, lambda kind, _: kind in kept, is_last, fuse)
+                compiled[id(rank)] = compile_tasks(
+                    rank, self.world.device, lambda kind, _: kind in kept, is_last, fuse, is_first
+                )
         return tuple(compiled[id(by_device[d])] for d in self.world.devices)
 
     @property
     def _executors(self) -> tuple[Executor, ...]:
-        return (self.executor, self._early) if self.settings.accumulate > 1 else (self.executor,)
+        return (self.executor, *self._early)
 
     # running
 
@@ -358,11 +364,17 @@ class Session:
         last reduces their sums over the mesh. Returns losses, metrics, and the buffers that are left on each device."""
         losses, metrics = list[Fetched](), list[dict[str, Tensor]]()
         left = [dict[Key, Tensor]() for _ in self.ranks]
+        prepared: list[list[Any]] = []
         for index, batch in enumerate(micros):
             is_last = index + 1 == self.settings.accumulate
-            executor = self.executor if is_last else self._early
+            executor = self.executor if is_last else self._early[min(index, len(self._early) - 1)]
             executor.meter = self.executor.meter
             self._envs = self._inputs(batch, self.state.num_steps * self.settings.accumulate + index, left)
+            for rank, env, values in zip(self.ranks, self._envs, prepared, strict=False):
+                for slot, value in zip(rank.prepared, values, strict=True):
+                    env[slot] = value
+            if is_last:
+                prepared.clear()
             executor.begin(self._envs)
             executor.run(FORWARD)
             losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.run.check_finite))
@@ -374,6 +386,7 @@ class Session:
                 for rank, env in zip(self.ranks, self._envs, strict=True)
             ]
             if not is_last:
+                prepared = [[env[s] for s in rank.prepared] for rank, env in zip(self.ranks, self._envs, strict=True)]
                 executor.end()
         return losses, metrics, left
 

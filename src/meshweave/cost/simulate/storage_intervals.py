@@ -156,7 +156,7 @@ class Ledger:
     def use(self, storages: frozenset[int], task: SimulatedTask, end: float) -> list[Key]:
         used_storages = []
         for storage in storages:
-            choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1)]
+            choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1), (storage, 0)]
             if storage in self.sums:  # what the previous microbatch left, or the zeros of the first
                 choices = [(self.sums[storage], task.microbatch - 1), (storage, -1)]
             elif self.replaced.get(storage) in self.sums:

@@ -175,8 +175,9 @@ class _TaskLowering:
             if part == UPDATE:
                 yield from ((FORWARD, m, item) for m in range(last + 1) for item in losses)
             for item in parts[part]:
-                is_early = microbatch == last or origin_of(_node(item)).phase != "reduce"
-                if is_early and _node(item) not in exchange:
+                phase = origin_of(_node(item)).phase
+                runs = {"prepare": microbatch == 0, "reduce": microbatch == last}.get(phase, True)
+                if runs and _node(item) not in exchange:
                     yield part, microbatch, item
 
     def kernel(self, number: int, kernel: Kernel, microbatch: int) -> SimulatedTask:

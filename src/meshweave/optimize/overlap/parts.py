@@ -12,7 +12,7 @@ from torch import fx
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import PARTS, copied_graph, origin_of
-from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.rank import SYMBOLS, RankGraph, prepared_values
 from meshweave.ir.values import NOTHING, local_values, uneven_dims
 from meshweave.optimize.overlap.read import begin
 
@@ -58,6 +58,7 @@ class RoleForm:
             is_whole=True,
             queues=queues,
             dropped=frozenset(i for i, item in enumerate(self.copy.results.items()) if self._is_dropped(*item)),
+            prepared=frozenset(prepared_values(graph)),
         )
 
     def role(self) -> RankGraph:

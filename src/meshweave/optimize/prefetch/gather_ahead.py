@@ -32,7 +32,7 @@ def prefetch(role: RankGraph, ahead: int) -> RankGraph:
     if ahead < 0:
         raise PlanError("the number of blocks to prefetch is negative", got=f"prefetch={ahead}", expected="0 or more")
     if ahead:
-        for phase in ("forward", "backward"):
+        for phase in ("prepare", "forward", "backward"):
             units = list(_units(role, phase))
             for i, unit in enumerate(units):
                 anchor = units[max(0, i - ahead)].first_wait

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import block_name, origin_of
+from meshweave.ir.graph import block_name, is_prepared, origin_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.ir.traits import work_kind
 from meshweave.ir.values import Values
@@ -107,7 +107,8 @@ class _Cut:
             if self.is_view(node):
                 continue
             is_element = node.target is operator.getitem and node.all_input_nodes[0] not in run
-            if node.target in STARTS or node.target is WAIT or is_element or not self.is_compiled(node):
+            is_single = node.target in STARTS or node.target is WAIT or is_prepared(node)
+            if is_single or is_element or not self.is_compiled(node):
                 yield from self.closed(run)
                 yield node
                 run = []
