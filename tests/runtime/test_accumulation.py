@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from meshweave.cost.hardware import load_profile
 from meshweave.ir.collectives import STARTS
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.liveness import peak_bytes
+from meshweave.ir.rank import copied
+from meshweave.ir.traits import CASTS
+from meshweave.ir.verify import verify_rank
 from meshweave.runtime.executor import Task
 from meshweave.whatif import simulate
 
@@ -206,6 +210,99 @@ def test_gradients_are_reduced_once_whatever_the_number_of_microbatches(mesh: st
         shown = Counter((s.op, s.phase) for s in simulate(step.program, "h100").spans if s.kind == "collective")
         assert sum(n for (op, phase), n in shown.items() if op in ("all_reduce", "reduce_scatter") and
                    phase in ("backward", "reduce")) == expected  # fmt: skip
+
+
+KEEP = mw.Plan.fsdp("fsdp") + mw.Plan.keep("*")
+
+
+def prepared(step: mw.TrainStep, batch: dict[str, Tensor]) -> tuple[int, Counter[fx.Node]]:
+    """Gathers of parameters that device 0 makes in a step, and how often it casts each parameter."""
+    sources = {n for n, i in step.program.roles[0].sources.items() if i.kind == "param"}
+
+    casts: Counter[fx.Node] = Counter()
+
+    class Casts(Counts):
+        def ran(self, index: int, task: Task, began: Any) -> None:
+            super().ran(index, task, began)
+            if index == 0 and task.node.target in CASTS and task.node.all_input_nodes[0] in sources:
+                casts[task.node.all_input_nodes[0]] += 1
+
+    counts = Casts()
+    for executor in step.session._executors:
+        executor.record(counts)
+    step(batch)
+    for executor in step.session._executors:
+        executor.record(None)
+    return sum(n for (op, phase), n in counts.found.items() if "gather" in op and phase != "update"), casts
+
+
+@pytest.mark.parametrize("accumulate", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    ("mesh", "plan", "precision"),
+    [
+        ("dp=2", None, torch.bfloat16),
+        ("fsdp=2", KEEP, None),
+        ("fsdp=2", KEEP, torch.bfloat16),
+        ("pp=2,fsdp=2", mw.Plan.stages("pp") + KEEP, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_parameters_are_cast_and_gathered_once_a_step(mesh: str, plan: Any, precision: Any, accumulate: int) -> None:
+    """As often as without microbatches, also in simulation; values are those of microbatches that gather again."""
+    data = batches(2, (8, 16), (8, 16))
+    options: dict[str, Any] = {"precision": precision} if precision else {}
+    alone = compiled(mesh, 1, plan=plan, **options)
+    step = compiled(mesh, accumulate, plan=plan, **options)
+    (expected, _), (gathers, casts) = prepared(alone, data[0]), prepared(step, data[0])
+    assert gathers == expected
+    assert set(casts.values()) == ({1} if precision else set())
+    spans = [simulate(s.program, "h100", fusion="ops").spans for s in (alone, step)]
+    shown = [sum(s.op == "all_gather" and s.phase != "update" for s in each) for each in spans]
+    assert shown[0] == shown[1]
+    again = compiled(mesh, accumulate, plan="fsdp:fsdp" if mesh == "fsdp=2" else None, **options)
+    again(data[0])
+    assert [float(step(batch)) for batch in data] == [float(again(batch)) for batch in data]
+    assert all(torch.equal(p, again.parameters()[n]) for n, p in step.parameters().items())
+
+
+def test_gathers_of_microbatches_are_kept_where_memory_is_free() -> None:
+    (batch,) = batches(1, (8, 16), (8, 16))
+    step = compiled("fsdp=2", 4, passes="keep", profile="h100")
+    (report,) = step.program.optimized.reports["keep"]
+    gathers = counted(step, batch)["all_gather_into_tensor", "prepare"]
+    assert report.num_prepared == gathers == len(list(Stack().parameters()))
+    assert max(map(peak_bytes, step.program.roles)) <= report.limit_bytes
+    assert float(step(batch)) == float([again := compiled("fsdp=2", 4, profile="h100"), again(batch), again(batch)][-1])
+
+
+def test_what_is_prepared_depends_on_parameters_alone() -> None:
+    role = copied(compiled("fsdp=2", 2, plan=KEEP).program.rank)
+    node = next(n for n in role.graph.nodes if n.op == "call_function" and n.target is torch.ops.aten.mm.default)
+    node.meta["origin"] = replace(origin_of(node), phase="prepare")
+    with pytest.raises(mw.VerifyError, match="depends on more than parameters"):
+        verify_rank(role)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+def test_gradients_under_autocast_are_added_in_float32_and_reduced_once(mesh: str) -> None:
+    """They are as near to those of float64 as eager autocast's."""
+    (batch,) = batches(1, (8, 16), (8, 16))
+    step = compiled(mesh, 4, precision=torch.bfloat16, clip_grad_norm=None)
+    assert reductions(counted(step, batch)) == len(list(Stack().parameters()))
+    errors = []
+    exact = dict(Stack().double().named_parameters())
+    for name, dtype in (("exact", torch.float64), ("autocast", torch.float32)):
+        model = Stack().to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
+            for x, y in zip(batch["x"].chunk(4), batch["y"].chunk(4), strict=True):
+                (mse(model(x.to(dtype)), {"y": y.to(dtype)}) / 4).backward()
+        found = {n: p.grad for n, p in model.named_parameters()}
+        exact = found if name == "exact" else exact
+        errors.append(sum(float((found[n] - exact[n]).square().sum()) for n in exact))
+    ours = compiled(mesh, 4, precision=torch.bfloat16, clip_grad_norm=None)
+    ours(batch)
+    error = sum(float((g - exact[n]).square().sum()) for n, g in ours.gradients().items())
+    assert error < 1.5 * errors[1]
 
 
 def test_shards_are_reduced_in_every_microbatch_and_replicas_of_them_once() -> None:

@@ -13,10 +13,10 @@ from meshweave.errors import VerifyError
 from meshweave.interop.ops import is_mutable, is_operator
 from meshweave.ir import ops
 from meshweave.ir.collectives import COLLECTIVES, STARTS, TABLE, WAIT, transfer
-from meshweave.ir.graph import Origin, Spec, StepGraph, op_name, origin_of, tensor_inputs
+from meshweave.ir.graph import Origin, Spec, StepGraph, is_prepared, op_name, origin_of, tensor_inputs
 from meshweave.ir.grouped import BY_ROWS, key_of
 from meshweave.ir.layout import Layout
-from meshweave.ir.rank import RankGraph, qualified
+from meshweave.ir.rank import RankGraph, operands_of, qualified
 
 Findings = Iterator[tuple[fx.Node, str]]
 
@@ -113,6 +113,16 @@ def _groups_exist(rank: RankGraph) -> Findings:
             yield node, f"takes part in an unknown transfer {node.args[-1]}"
 
 
+def _prepares_parameters(rank: RankGraph) -> Findings:
+    """What runs in the first microbatch only is the same in all: it depends on parameters alone."""
+    fixed = {node for node, item in rank.sources.items() if item.kind in ("param", "constant")}
+    for node in rank.graph.nodes:
+        if node.op == "call_function" and all(operand in fixed for operand in operands_of(node)):
+            fixed.add(node)
+        elif node.op == "call_function" and is_prepared(node):
+            yield node, "is prepared once a step, but depends on more than parameters"
+
+
 _STEP: tuple[Callable[[fx.Graph], Findings], ...] = (_has_meta, _is_functional)
 _PLACED = (*_STEP, _is_placed, _operands_fit, _moves_move, _keys_agree)
 _RANK = (_is_functional, _no_moves, _waits_match)
@@ -169,6 +179,7 @@ def verify_rank(rank: RankGraph) -> RankGraph:
     for rule in _RANK:
         _check("rank graph", rule(rank.graph))
     _check("rank graph", _groups_exist(rank))
+    _check("rank graph", _prepares_parameters(rank))
     return rank
 
 

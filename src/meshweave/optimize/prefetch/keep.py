@@ -7,6 +7,7 @@ for activations that are gathered again, and within backward for a value that tw
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +15,9 @@ from functools import partial
 from torch import fx
 
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import erase_unused, value_numbers
+from meshweave.ir.graph import PARTS, erase_unused, origin_of, value_numbers
 from meshweave.ir.liveness import RoleLiveness, role_liveness
-from meshweave.ir.rank import RankGraph, copied
+from meshweave.ir.rank import RankGraph, copied, operands_of
 from meshweave.ir.traits import is_random
 from meshweave.optimize.prefetch.gather_ahead import is_alone
 
@@ -24,34 +25,39 @@ from meshweave.optimize.prefetch.gather_ahead import is_alone
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepReport:
     """What was kept: `num_kept` of `num_repeated` results of collectives that the graph computes again, `kept_bytes` of
-    them. `peak_before` and `peak_bytes` are those of the graph's order, in bytes."""
+    them, and `num_prepared` gathers of parameters for all microbatches. `peak_before` and `peak_bytes` are those of the
+    graph's order, in bytes."""
 
     num_kept: int
     num_repeated: int
     kept_bytes: int
     peak_before: int
     peak_bytes: int
+    num_prepared: int = 0
     reason: str = ""
 
     def left(self, reason: str) -> KeepReport:
         """The same, of a role that stays as it was for this reason."""
-        return replace(self, num_kept=0, kept_bytes=0, peak_bytes=self.peak_before, reason=reason)
+        return replace(self, num_kept=0, kept_bytes=0, peak_bytes=self.peak_before, num_prepared=0, reason=reason)
 
     def __str__(self) -> str:
         text = (
             f"{self.num_kept} of {self.num_repeated} repeated collectives not run again, {self.kept_bytes / 1e6:.1f} MB"
         )
+        text += f", {self.num_prepared} gathers once for all microbatches" if self.num_prepared else ""
         return f"{text}: {self.reason}" if self.reason else text
 
 
-def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, KeepReport]:
+def keep(role: RankGraph, limit_of: Callable[[int], int], microbatches: int = 1) -> tuple[RankGraph, KeepReport]:
     """The role without collectives whose results an earlier equal collective already has, in a graph of its own, and
     what was kept.
 
     Two collectives are equal if they are the same op on equal operands, whatever phase they are of. The result of the
     earlier one lives until the last use of the later one, if the peak of the graph's order then stays under
     `limit_of(peak)` bytes, `peak` being that of the role as it is. Results with the shortest time between come first:
-    those of the last blocks. Values are exactly the same. The role itself is returned where nothing is kept.
+    those of the last blocks. With several microbatches a gather of parameters that then is alone is made in the first
+    microbatch only, if there is memory for that, too. Values are exactly the same. The role itself is returned where
+    nothing is kept.
     """
     own = copied(role)
     live = role_liveness(own)
@@ -63,6 +69,7 @@ def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, Ke
     for repeat in reversed(kept):
         repeat.later.replace_all_uses_with(repeat.earlier)
         erase_unused(own.graph, [repeat.later], partial(_stays, own))
+    prepared = _prepare(own, levels, limit_bytes) if microbatches > 1 else 0
     num_bytes = sum(repeat.num_bytes for repeat in kept)
     report = KeepReport(
         num_kept=len(kept),
@@ -70,8 +77,43 @@ def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, Ke
         kept_bytes=num_bytes,
         peak_before=peak,
         peak_bytes=max(levels),
+        num_prepared=prepared,
     )
-    return (own if kept else role), report
+    return (own if kept or prepared else role), report
+
+
+def _prepare(role: RankGraph, levels: list[int], limit_bytes: int) -> int:
+    """Make gathers of parameters in the first microbatch for all, as far as their results fit under the limit at all
+    times; `levels` are raised by these. Returns how many."""
+    numbers, live = _numbers(role.graph), role_liveness(role)
+    count, num_prepared = Counter(numbers[n] for n in role.graph.nodes if n.target is WAIT), 0
+    for node in role.graph.nodes:
+        if node.target is not WAIT or count[numbers[node]] > 1 or not (chain := _chain_of_gather(role, node)):
+            continue
+        begin, end, num_bytes = live.ranges[live.storage_of(node)]
+        others = [at for at in range(len(levels)) if not begin <= at < end]
+        if all(levels[at] + num_bytes <= limit_bytes for at in others):
+            num_prepared += 1
+            for at in others:
+                levels[at] += num_bytes
+            for each in chain:
+                each.meta["origin"] = replace(origin_of(each), phase="prepare")
+    return num_prepared
+
+
+def _chain_of_gather(role: RankGraph, wait: fx.Node) -> list[fx.Node]:
+    """The nodes of forward from a parameter to a gathered value that is computed of it alone; none if it is not, or if
+    it is made once a step already."""
+    chain, node = list[fx.Node](), wait
+    while node.op == "call_function":
+        operands = operands_of(node)
+        is_own = node.target not in STARTS or is_alone(node, role)
+        if len(operands) != 1 or not is_own or "ring" in node.meta or PARTS[origin_of(node).phase] != 0:
+            return []
+        chain.append(node)
+        (node,) = operands
+    is_new = origin_of(wait).phase != "prepare"
+    return chain if is_new and role.sources[node].kind == "param" else []
 
 
 @dataclass(frozen=True, slots=True)
