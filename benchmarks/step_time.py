@@ -12,8 +12,9 @@ it. Ours is `mw.compile` without a profile, a pass or any other flag, and once m
 peers run eager and compiled, and the best of them counts. The ratio is that of ours without a flag. Peak memory is that
 of the largest process, start included.
 
---json: one object with `fsdp_1gbit_ratio`, `ddp_1gbit_ratio`, `tp_b1_1gbit_ratio`, `tp_b4_1gbit_ratio`,
-`loopback_worst_ratio`, `solo_ratio` (medians, ours / best peer), the rows below them and the load of other processes.
+--json: one object with `fsdp_1gbit_ratio`, `ddp_1gbit_ratio`, `fsdp_accumulate_1gbit_ratio`,
+`ddp_accumulate_1gbit_ratio` (4 microbatches), `tp_b1_1gbit_ratio`, `tp_b4_1gbit_ratio`, `loopback_worst_ratio`, `solo_ratio` (medians, ours / best
+peer), the rows below them and the load of other processes.
 --quick: two processes, Llama, 1 Gbit/s and loopback. --write: results/step_time.md. Losses of all ways must agree to
 1e-5, or the command fails.
 """
@@ -56,6 +57,8 @@ class Row:
 QUICK = (
     Row(Config("fsdp", 1), key="fsdp_1gbit_ratio"),
     Row(Config("ddp", 1), key="ddp_1gbit_ratio"),
+    Row(Config("fsdp", 1, accumulate=4), key="fsdp_accumulate_1gbit_ratio"),
+    Row(Config("ddp", 1, accumulate=4), key="ddp_accumulate_1gbit_ratio"),
     Row(Config("tp", 1), key="tp_b1_1gbit_ratio"),
     Row(Config("tp", 4), key="tp_b4_1gbit_ratio"),
     Row(Config("fsdp", 1), gbit=0, key="loopback"),

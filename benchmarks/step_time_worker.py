@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import meshweave as mw
 from meshweave.runtime.cluster import init_from_env, shutdown
@@ -30,7 +32,7 @@ LR = 1e-2
 
 @dataclass(frozen=True)
 class Config:
-    """`batch`: sequences of a data-parallel device (under TP: of the group)."""
+    """`batch`: sequences of a data-parallel device (under TP: of the group) in each of `accumulate` microbatches."""
 
     scheme: str
     batch: int
@@ -41,10 +43,14 @@ class Config:
     sequence: int = 256
     steps: int = 8
     warm_up: int = 2
+    accumulate: int = 1
     compiles: bool = True  # all ways also compiled
 
     def __str__(self) -> str:
-        return f"{self.family} {self.layers} x {self.hidden}, {self.scheme}, batch {self.batch} x {self.sequence}"
+        times = f"{self.accumulate} x " if self.accumulate > 1 else ""
+        return (
+            f"{self.family} {self.layers} x {self.hidden}, {self.scheme}, batch {times}{self.batch} x {self.sequence}"
+        )
 
 
 def make_model(config: Config) -> nn.Module:
@@ -115,6 +121,7 @@ def ours(config: Config, num_ranks: int, backend: BackendName) -> Step:
         optimizer=torch.optim.SGD(model.parameters(), lr=LR),
         mesh=meshes(config.scheme, num_ranks),
         forward=lambda m, b: m(**b, use_cache=False),
+        accumulate=config.accumulate,
         run=mw.RunOptions(backend=backend),
     )
 
@@ -125,16 +132,25 @@ def ours(config: Config, num_ranks: int, backend: BackendName) -> Step:
     return run
 
 
-def _trained(model: nn.Module, rows: slice) -> Step:
+def _trained(model: nn.Module, rows: slice, accumulate: int = 1) -> Step:
+    """Gradients of microbatches are summed over ranks with the last, by the ways that the peers have for that."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
 
     def step(batch: Tensor) -> float:
-        own = batch[rows]
-        loss = model(input_ids=own, labels=own, use_cache=False).loss
-        loss.backward()
+        total = 0.0
+        for left, micro in zip(reversed(range(accumulate)), batch.chunk(accumulate), strict=True):
+            own = micro[rows]
+            if accumulate > 1 and isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(not left)
+                model.set_reshard_after_backward(not left)
+            is_early_ddp = left and isinstance(model, nn.parallel.DistributedDataParallel)
+            with model.no_sync() if is_early_ddp else nullcontext():
+                loss = model(input_ids=own, labels=own, use_cache=False).loss / accumulate
+                loss.backward()
+            total += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.detach())
+        return total
 
     return step
 
@@ -154,23 +170,23 @@ def ddp(config: Config, backend: str) -> Step:
     model = make_model(config)
     if backend:
         model.compile(backend=backend)
-    return _trained(nn.parallel.DistributedDataParallel(model), _rows(config, dist.get_rank()))
+    rows = _rows(config, dist.get_rank())
+    return _trained(nn.parallel.DistributedDataParallel(model), rows, config.accumulate)
 
 
 def fsdp2(config: Config, backend: str) -> Step:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    return _trained(_sharded(make_model(config), mesh, backend), _rows(config, dist.get_rank()))
+    model = _sharded(make_model(config), mesh, backend, config.accumulate == 1)
+    return _trained(model, _rows(config, dist.get_rank()), config.accumulate)
 
 
-def _sharded(model: nn.Module, mesh: DeviceMesh, backend: str) -> nn.Module:
+def _sharded(model: nn.Module, mesh: DeviceMesh, backend: str, reshards: bool = True) -> nn.Module:
     """As torchtitan does: each block compiled, then sharded, then the rest."""
-    from torch.distributed.fsdp import fully_shard
-
     for block in blocks_of(model):
         if backend:
             block.compile(backend=backend)
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
 
 
 def tp(config: Config, backend: str) -> Step:
@@ -216,9 +232,10 @@ PEERS: dict[str, tuple[str, Callable[[Config, str], Step]]] = {
 def batches(config: Config, num_ranks: int) -> Iterator[Tensor]:
     """Global batches, the same on every rank."""
     replicas = {"solo": 1, "tp": 1, "fsdp+tp": num_ranks // 2}.get(config.scheme, num_ranks)
+    rows = replicas * config.batch * config.accumulate
     made = torch.Generator().manual_seed(1)
     while True:
-        yield torch.randint(0, config.vocabulary, (replicas * config.batch, config.sequence), generator=made)
+        yield torch.randint(0, config.vocabulary, (rows, config.sequence), generator=made)
 
 
 # What rank 0 is asked on a line of stdin, and what it answers with on a line of stdout.
