@@ -13,8 +13,8 @@ peers run eager and compiled, and the best of them counts. The ratio is that of 
 of the largest process, start included.
 
 --json: one object with `fsdp_1gbit_ratio`, `ddp_1gbit_ratio`, `fsdp_accumulate_1gbit_ratio`,
-`ddp_accumulate_1gbit_ratio` (4 microbatches), `tp_b1_1gbit_ratio`, `tp_b4_1gbit_ratio`, `loopback_worst_ratio`, `solo_ratio` (medians, ours / best
-peer), the rows below them and the load of other processes.
+`ddp_accumulate_1gbit_ratio` (4 microbatches), `tp_b1_1gbit_ratio`, `tp_b4_1gbit_ratio`, `loopback_worst_ratio`,
+`solo_ratio` (medians, ours / best peer), the rows below them and the load of other processes.
 --quick: two processes, Llama, 1 Gbit/s and loopback. --write: results/step_time.md. Losses of all ways must agree to
 1e-5, or the command fails.
 """
