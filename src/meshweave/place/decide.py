@@ -84,7 +84,7 @@ def decide(
             stored["batch", item.name] = Layout.of(mesh, rank, {0: axes, **({1: along} if along else {})}).normalized(
                 item.spec.shape
             )
-    return Placement(mesh, stored, used, homes, frozenset(resolved.kept), accumulate_in, resolved.attention)
+    return Placement(mesh, stored, used, homes, frozenset(resolved.kept), accumulate_in, attention=resolved.attention)
 
 
 def _state_layout(layout: Layout, params: Mapping[str, tuple[int, ...]], item: Input) -> Layout:
