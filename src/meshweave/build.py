@@ -54,18 +54,22 @@ from meshweave.stored import storage_of
 # cores, 2026-11).
 MAX_DEVICES = 1 << 16
 
+_MOST_DECISIONS = 1 << 14  # of ops: those of hundreds of sizes
+
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a step is compiled for: the mesh, the plan (None: the default plan of the mesh's axes), and the costs by
-    which moves are chosen. `own_parts`: of how many ranks the rows of a batch are; 1 if all pass the same."""
+    which moves are chosen. `own_parts`: of how many ranks the rows of a batch are; 1 if all pass the same. `decided`: what
+    was decided for ops, which programs of other sizes mostly have, too."""
 
     mesh: Mesh
     plan: Plan | None
     costs: Costs
     own_parts: int = 1
+    decided: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def move_price(planner: PlanMove) -> Price:
@@ -109,10 +113,11 @@ def build_program(
     progress("capture")
     resolved = resolve(target.plan, source.model, mesh)
     micro = Batch.of(example).micros(options.accumulate)[0]
-    captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options)
+    known = None if like is None else like.contract
+    captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options, known)
     if target.own_parts > 1:
         check_own_rows(captured, target.own_parts)
-    placing = _PlacementStage(mesh, costs, pipeline.room(costs))
+    placing = _PlacementStage(mesh, costs, pipeline.room(costs), target.decided)
     captured, sequence = _arrange_sequence(verify_step(captured), resolved, placing)
     named = axes_of_operators(captured, mesh)
     usual_stages(resolved, source.model, mesh, named)
@@ -127,7 +132,7 @@ def build_program(
         resolved=resolved,
         costs=costs,
         options=options,
-        pipeline=_with_ring(pipeline, resolved),
+        pipeline=_with_ring(pipeline if like is None else pipeline.following(like.optimized.name), resolved),
         lasting=lasting,
     )
     planned, trouble = _stored(inputs, partial(_plan, inputs, units, placing, progress), progress)
@@ -150,10 +155,10 @@ class _PlacementStage:
     mesh: Mesh
     costs: Costs
     room: int | None
+    decided: dict[Any, Any]
     planner: PlanMove = field(init=False)
     price: Price = field(init=False)
     rates: Rates = field(init=False)
-    decided: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.planner = _planner(self.costs, self.room)
@@ -164,6 +169,8 @@ class _PlacementStage:
         return map_devices(step, resolved.homes, self.mesh)
 
     def place(self, step: StepGraph, placement: Placement) -> StepGraph:
+        if len(self.decided) > _MOST_DECISIONS:
+            self.decided.clear()
         return place(step, placement, price=self.price, rates=self.rates, decided=self.decided)
 
     def place_by(self, step: StepGraph, resolved: Resolved, units: Units) -> Callable[[Resolved], StepGraph]:

@@ -24,7 +24,7 @@ from meshweave.runtime.rows import RowsCheck
 from meshweave.runtime.session import Session
 from meshweave.runtime.world import World
 
-# (example, part, accumulate, the program whose state it shares)
+# (example, part, accumulate, a program of the same state, whose choices it shares)
 Build = Callable[[Any, Part, int, Program | None], Program]
 _MOST_KEYS = 16  # of a program: so many plain attributes or entries of batches that make no difference are remembered
 _NOTES = logging.getLogger("meshweave")
@@ -197,8 +197,9 @@ class Variants:
             "compiles for a batch of shape %s%s (program %d of at most %d)",
             shown, f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1, self.limit,
         )  # fmt: skip
+        like = max(self._alike(part, accumulate), key=lambda v: v.last_use, default=first)
         try:
-            program = self.build(example, part, accumulate, first.program)
+            program = self.build(example, part, accumulate, like.program)
         except CaptureError:
             if part != "outputs":
                 check_entries(first.program.contract.batch, batch)  # an entry that is not there may be the reason

@@ -187,6 +187,10 @@ class Record:
         if self.difference is not None:
             raise self.difference
 
+    def is_alike(self, other: Record) -> bool:
+        """Whether both runs did the same ops on the same operands, apart from sizes and other numbers."""
+        return _are_alike(tuple(self.entries), tuple(other.entries))
+
     def canonical(self, leaf: Any) -> Any:
         """A value in comparable form: a RecordedValue, a Constant, or itself."""
         return self._canonical(leaf, ())
@@ -287,6 +291,18 @@ def _agree(a: Any, b: Any) -> bool:
     if isinstance(a, float | complex) and type(a) is type(b):
         return repr(a) == repr(b)
     return type(a) is type(b) and bool(a == b)
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_are_alike, a, b))
+    if isinstance(a, Constant):
+        return (a.tensor.dtype, a.tensor.dim()) == (b.tensor.dtype, b.tensor.dim())
+    if isinstance(a, RecordedValue):
+        return a == b and (a.dtype, len(a.shape)) == (b.dtype, len(b.shape))
+    return type(a) in (int, float) or bool(a == b)
 
 
 def _spec(tensor: Tensor | RecordedValue) -> str:

@@ -220,11 +220,15 @@ def capture(
 
 
 def capture_source(
-    source: StepSource, example: Any, optimizer: OptimizerSpec | None, options: CaptureOptions
+    source: StepSource,
+    example: Any,
+    optimizer: OptimizerSpec | None,
+    options: CaptureOptions,
+    like: Contract | None = None,
 ) -> tuple[StepGraph, Contract]:
     """The whole step as a StepGraph: forward, loss, backward and, with an optimizer, update; and its contract.
 
-    The model may be real, on meta or fake: only shapes are read. It is left unchanged. Raises CaptureError, with the
+    `like` is the contract of the step for other sizes, if there is one. The model may be real, on meta or fake: only shapes are read. It is left unchanged. Raises CaptureError, with the
     user's line, for a model that is not a fixed graph.
     """
     overwritten, line = frozenset[Call](), ""
@@ -232,7 +236,7 @@ def capture_source(
     may_be_scaled = options.part == "train" and options.precision.loss_scale == "auto"
     for _ in range(_MOST_TRACES):
         try:
-            step, contract = _captured(source, example, optimizer, options, overwritten, is_scaled)
+            step, contract = _captured(source, example, optimizer, options, overwritten, is_scaled, like)
         except Overwritten as error:
             line = min(where for where, _, _ in error.calls - overwritten)
             overwritten |= error.calls
@@ -256,6 +260,7 @@ def _captured(
     options: CaptureOptions,
     overwritten: Set[Call],
     is_scaled: bool,
+    like: Contract | None,
 ) -> tuple[StepGraph, Contract]:
     """`capture_source`, where results of the calls `overwritten` are not constants. `is_scaled`: whether the loss
     is."""
@@ -277,7 +282,7 @@ def _captured(
     named = by_kind(inputs, fakes).batch
     batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join)
     roots = module_roots(model=source.model, loss=source.loss, forward=source.forward)
-    contract = Contract(roots, batch, fakes, again)
+    contract = Contract(roots, batch, fakes, again, like)
 
     def step(tracer: GraphTracer, *flat: Tensor) -> list[Tensor]:
         values = by_kind(inputs, flat)

@@ -369,8 +369,7 @@ class _Enter:
 
 def fake_like(mode: FakeTensorMode, x: Tensor) -> Tensor:
     """A fake CPU tensor with the shape, strides and dtype of `x`; nothing is allocated."""
-    with mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+    return FakeTensor(mode, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), torch.device("cpu"))
 
 
 def trace(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Traced:

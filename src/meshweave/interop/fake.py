@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from meshweave.interop.fake_ops import result_of
 from meshweave.interop.ops import is_operator
 
 without_modes = _disable_current_modes  # a context in which no dispatch mode is active
@@ -42,8 +43,10 @@ def run_plain(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Map
     if is_fake and is_operator(func) and not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
         for operand in args:
             if type(operand) is FakeTensor:
+                mode = operand.fake_mode
                 with without_functions():
-                    return operand.fake_mode.dispatch(func, types, args, kwargs)
+                    result = result_of(mode, func, args, kwargs)
+                    return mode.dispatch(func, types, args, kwargs) if result is NotImplemented else result
     return func(*args, **kwargs)
 
 

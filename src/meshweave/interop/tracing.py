@@ -75,14 +75,15 @@ def running_sequence_number() -> int | None:
 
 
 @cache
-def _is_composite(func: Any) -> bool:
+def is_composite(func: Any) -> bool:
+    """Whether an op consists of other ops, below which autograd works."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
 
 
 def decomposes_itself(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether autograd would have run an op as the ops that it consists of. In inference mode it is not involved, and
     the op comes whole."""
-    return _is_composite(func) and autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))
+    return is_composite(func) and autograd_would_have_decomposed(func, pytree.tree_leaves((args, kwargs)))
 
 
 @contextmanager

@@ -292,9 +292,10 @@ class _Placer:
         if not wanted:
             proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
         named = key_of(node) if node.target in BY_ROWS else ""
-        key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh, named)
+        attention = self.placement.attention
+        key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh, named, attention)
         if key not in self.decided:
-            rule = as_asked(row_for(node).rule(node), self.placement.attention)
+            rule = as_asked(row_for(node).rule(node), attention)
             specs = result_specs(node)
             self.decided[key] = cheapest(rule, mesh, operands, specs, self.price, wanted, proposed, self.rates)
         return self.decided[key]
@@ -395,7 +396,7 @@ def place(
     """The placed graph: every node has a layout (`meta["layout"]`), every op an assignment, every disagreement a move.
 
     `price(source, target, spec)` is the time in seconds of a move, `rates` are the compute rates for repeated work.
-    `decided` may be passed on from an earlier placement of the same step: decisions for equal ops are then reused.
+    `decided` may be passed on from an earlier placement by the same price and rates: decisions for equal ops are then reused.
     Raises RuleError for an op without a rule.
     """
     check_captured(step)
