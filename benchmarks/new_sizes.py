@@ -10,6 +10,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ class ConvNet(nn.Module):
         self.layers = nn.Sequential(
             *(
                 nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1), nn.BatchNorm2d(b), nn.ReLU())
-                for a, b in zip(channels, channels[1:], strict=False)
+                for a, b in pairwise(channels)
             )
         )
         self.last = nn.Linear(2 * width, 4)

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.effort import calls_of
 from tests.models import hugging_face
 from tests.training import assert_tensors, assert_trained_alike, train, train_eagerly
 from torch import Tensor, nn
 
 import meshweave as mw
+from meshweave.capture.contract import Contract
 from meshweave.errors import LayoutError, StepError
 
 
@@ -312,3 +314,68 @@ def test_an_entry_that_is_not_always_there_has_a_program(missing: dict[str, Any]
     step, losses = train(model, [whole, part, whole, part], "dp=2")
     assert_trained_alike(step, losses, eager, expected)
     assert len(step._compiled.variants.all) == 2
+
+
+class Messages(nn.Module):
+    """Messages along edges [e, 2] between nodes x [n, 4]; nodes of large graphs are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        h = self.first(x)
+        sent = torch.zeros_like(h).index_add(0, edges[:, 1], h.index_select(0, edges[:, 0]).tanh())
+        return self.last((h + sent).relu_() * (0.5 if len(x) > 20 else 1)) / len(x) ** 0.5
+
+
+def graph(n: int, e: int) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(97 * n + e)
+    edges = torch.randint(0, n, (e, 2), generator=made)
+    return {"x": torch.randn(n, 4, generator=made), "edges": edges, "y": torch.randint(0, 3, (n,), generator=made)}
+
+
+def graph_loss(out: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(out, batch["y"])
+
+
+def messages(mesh: str) -> tuple[mw.TrainStep, nn.Module, Callable[[dict[str, Tensor]], float]]:
+    """A step on graphs, the model of its eager twin, and that twin."""
+    torch.manual_seed(0)
+    model = Messages()
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01)
+
+    def eager(batch: dict[str, Tensor]) -> float:
+        optimizer.zero_grad()
+        value = graph_loss(twin(batch["x"], batch["edges"]), batch)
+        value.backward()
+        optimizer.step()
+        return value.item()
+
+    own = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return mw.compile(model, loss=graph_loss, example=graph(9, 15), optimizer=own, mesh=mesh), twin, eager
+
+
+@pytest.mark.slow_rows("dp=2", "dp=4")
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2", "dp=4"])
+def test_sizes_of_every_batch_are_eager_pytorchs(mesh: str) -> None:
+    """Uneven sizes, fewer than devices, a single node, no edge, known sizes, and a size for which another op runs."""
+    step, twin, eager = messages(mesh)
+    for n, e in ((9, 15), (7, 20), (1, 3), (8, 1), (3, 0), (7, 20), (25, 31), (12, 12)):
+        assert step(graph(n, e)) == pytest.approx(eager(graph(n, e)), rel=1e-4)
+    assert_tensors(step.parameters(), dict(twin.named_parameters()))
+
+
+def test_a_new_size_of_a_known_step_is_traced_once_and_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _, _ = messages("fsdp=2")
+    repeated, repeat = list[int](), Contract._repeat
+    monkeypatch.setattr(Contract, "_repeat", lambda *known: (repeated.append(1), repeat(*known)))
+    step(graph(8, 21))
+    calls = calls_of(lambda: step(graph(7, 20)))
+    assert not repeated
+    assert calls / len(step._compiled.variants.all[-1].program.rank.graph.nodes) < 1200
+    step(graph(25, 30))
+    assert len(repeated) == 1  # its ops are others
+    for place, variant in enumerate(step._compiled.variants.all):
+        assert variant.program.contract.like is None, place  # a chain of all sizes would stay alive

@@ -18,7 +18,7 @@ from meshweave.capture.model_checks import check_loss, check_new_tensors, check_
 from meshweave.capture.optimizer_groups import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, LossScale, Part, Precision, StepSource
-from meshweave.cost.calibrate import costs_for
+from meshweave.cost.calibrate import SMALL_BYTES, costs_for
 from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.errors import CaptureError, PlanError
 from meshweave.ir.mesh import Mesh
@@ -80,6 +80,14 @@ class CompileOptions:
             return read_optimizer(self.optimizer, model), ""
         except CaptureError as error:
             return None, f"the optimizer's own step() runs eagerly: {error.what} ({error.got}; {error.where})"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether parameters and batch are too few bytes to measure links for, unless passes that need it are asked
+        for."""
+        tensors = [*self.source.model.parameters(), *Batch.of(self.example).tensors]
+        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        return num_bytes < SMALL_BYTES and self.passes is None and self.memory_cap_bytes is None
 
     def settings(self, has_gradients: bool) -> SessionSettings:
         """The settings of a session; `has_gradients`: whether gradients are results of the step."""
@@ -148,7 +156,7 @@ class CompileOptions:
             shard = batch_shard(mesh, plan)[0]
             example = global_example(self.example, self.batch, shard)
             numbers_of_all(world, 0)  # connects them: later a rank that waits learns of the failure of another
-            chosen = costs_for(self.profile, world, run.progress)
+            chosen = costs_for(self.profile, world, run.progress, self.is_small)
             pipeline = self.pipeline_on(pipeline, world, chosen.costs)
             target = Target(mesh, plan, chosen.costs, own_parts=shard if self.batch == "local" else 1)
             build = self.build(spec, target, pipeline, chosen.origin)
@@ -234,8 +242,9 @@ def compile(
         plan the axes dp, fsdp, cp, tp and pp have their usual meaning.
     profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of a profile ("h100") or its
         file. Without it (or with "auto") a job of several processes uses the known profile of its GPUs, else measures
-        machine and links once (about 10 s) and caches the figures on disk (docs/calibrate.md). "alpha-beta" opts out,
-        and virtual devices, which have no links, use it. `program.costs_from` reports the choice.
+        machine and links once (about 10 s) and caches the figures on disk (docs/calibrate.md). "alpha-beta" opts out;
+        virtual devices, which have no links, use it, and without profile= steps of less than 1 MiB of parameters and
+        batch. `program.costs_from` reports the choice.
     passes: the passes over the step, as a list of `meshweave.passes` or as text: "exact" (keep, overlap: values
         stay the same to the bit), "default" (keep, split, decompose, overlap: sums may round differently), "none",
         "default,split=4,recompute=full" (docs/passes.md). Without it, or with recompute alone, a job of several

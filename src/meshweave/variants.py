@@ -191,9 +191,11 @@ class Variants:
         self._num_compiled += 1
         shown = f"{shapes_text(batch.shapes)}, {self._attributes_text(key)}"
         first.session.world.note(f"compiles program {self._num_compiled} ({shown})")
+        level = logging.WARNING if self._num_compiled <= self.limit + 1 else logging.INFO
         if len(self.all) >= self.limit:
-            self._drop_variant(batch)
-        _NOTES.warning(
+            self._drop_variant(batch, level)
+        _NOTES.log(
+            level,
             "compiles for a batch of shape %s%s (program %d of at most %d)",
             shown, f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1, self.limit,
         )  # fmt: skip
@@ -226,17 +228,14 @@ class Variants:
         variant.last_use = self._num_uses
         return variant
 
-    def _drop_variant(self, batch: Batch) -> None:
+    def _drop_variant(self, batch: Batch, level: int) -> None:
         """Drop the least recently used program, except the first, which owns the state; it is compiled again when its
-        shape comes back."""
+        shape comes back. What is logged at first only is a warning: sizes that change in every batch are in order."""
         oldest = min(self.all[1:], key=lambda v: v.last_use)
         self.all.remove(oldest)
-        _NOTES.warning(
-            "this step may have at most %d programs: the least recently used, for %s, is dropped. %s",
-            self.limit,
-            oldest.shown,
-            self._advice(batch),
-        )
+        if _NOTES.isEnabledFor(level):
+            text = "this step may have at most %d programs: the least recently used, for %s, is dropped. %s"
+            _NOTES.log(level, text, self.limit, oldest.shown, self._advice(batch))
 
     def _advice(self, batch: Batch) -> str:
         """Which few shapes would be enough: the sizes that vary, rounded up to powers of two. If none does, attributes

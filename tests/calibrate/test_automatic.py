@@ -99,7 +99,7 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
     is_first = dist.get_rank() == 0
     stages: list[str] = []
 
-    def compiled() -> mw.TrainStep:
+    def compiled(profile: str | None = "auto") -> mw.TrainStep:
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
         return mw.compile(
@@ -107,9 +107,12 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
             loss=lambda out, _: out.sum(),
             example=(torch.ones(4, 4),),
             mesh="dp=2",
+            profile=profile,
             run=mw.RunOptions(progress=stages.append),
         )
 
+    assert "less than 1 MiB" in compiled(None).program.costs_from
+    assert not [stage for stage in stages if stage.startswith("calibrate")]
     origins = [compiled().program.costs_from]
     heard = [stage for stage in stages if stage.startswith("calibrate")]
     stages.clear()

@@ -331,6 +331,20 @@ def _chunks(x: Tensor, w: Tensor) -> Tensor:
     return shared.sum(0).sum(0) + turned + y.as_strided((3, 4), (4, 1))
 
 
+def _seen_through_views(x: Tensor, w: Tensor) -> Tensor:
+    """Views of a value that is written as a whole: used before, and after."""
+    y = x * w
+    part, turned = y[1:], y.t()
+    before = part.sum()
+    y.mul_(2).add_(x)
+    return y.detach() + turned.t() * before + part.sum()
+
+
+def _compared(x: Tensor, w: Tensor) -> Tensor:
+    """The dtype of what is written stays."""
+    return (x * w) * torch.zeros_like(x).copy_(x.double()).gt_(0.5)
+
+
 def _masked(x: Tensor, w: Tensor) -> Tensor:
     return (x * w).masked_fill_(x > 0, 0.25)
 
@@ -343,7 +357,11 @@ def _numbers_in_slices(x: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "function", [_relu_in_place, _augmented, _written_rows, _filled, _chunks, _masked, _numbers_in_slices]
+    "function",
+    [
+        *(_relu_in_place, _augmented, _written_rows, _filled, _chunks, _masked, _numbers_in_slices),
+        *(_seen_through_views, _compared),
+    ],
 )
 def test_in_place_ops_become_values(function: Callable[..., Any]) -> None:
     step = assert_equals_eager(Calls(function), batches(3, (3, 4), (3, 4)))

@@ -34,8 +34,9 @@ class Contract:
     """The record of a captured step, and how to run it again, up to its gradients, on fake tensors.
 
     `again(record, batch)` runs them; `roots` are the modules whose attributes they can reach, the model by that name.
-    `batch` is the example, with fake tensors. `like` is the contract of a step of other sizes, if there is one. `written` are the places of attributes that forward assigns,
-    `computed` those to which it assigns values that it computes.
+    `batch` is the example, with fake tensors. `like` is the contract of a step of other sizes, if there is one.
+    `written` are the places of attributes that forward assigns, `computed` those to which it assigns values that it
+    computes.
     """
 
     roots: Mapping[str, nn.Module]
@@ -54,8 +55,8 @@ class Contract:
     @contextmanager
     def checking(self) -> Iterator[None]:
         """The block traces the step into `record`; then forward, loss and backward run again on the attributes that it
-        left, unless `like` did the same and was run again. In any case attributes and random number generators are restored at the end. Raises CaptureError, with the
-        user's line, if the second run differs."""
+        left, unless `like` did the same and was run again. In any case attributes and random number generators are
+        restored at the end. Raises CaptureError, with the user's line, if the second run differs."""
         try:
             with self._restoring() as before:
                 yield
@@ -63,6 +64,7 @@ class Contract:
                     self._repeat(before, self.record, self.batch)
         finally:
             self.record.release()
+            self.like = None  # else each size would keep all before it
 
     def _is_known(self, before: ModuleState) -> bool:
         """Whether the run has done what `like` did, and has written no other attributes."""

@@ -228,8 +228,9 @@ def capture_source(
 ) -> tuple[StepGraph, Contract]:
     """The whole step as a StepGraph: forward, loss, backward and, with an optimizer, update; and its contract.
 
-    `like` is the contract of the step for other sizes, if there is one. The model may be real, on meta or fake: only shapes are read. It is left unchanged. Raises CaptureError, with the
-    user's line, for a model that is not a fixed graph.
+    `like` is the contract of the step for other sizes, if there is one. The model may be real, on meta or fake: only
+    shapes are read. It is left unchanged. Raises CaptureError, with the user's line, for a model that is not a fixed
+    graph.
     """
     overwritten, line = frozenset[Call](), ""
     is_scaled = options.part == "train" and options.precision.scales_loss(source.model)

@@ -64,12 +64,15 @@ class Pipeline:
 
     def following(self, chosen: str) -> Pipeline:
         """The pipeline for another size of a step whose program has the name `chosen`: of the passes that are compared,
-        those that it has, without their alternatives. Under a cap, which another size may exceed, all are compared."""
+        those that it has, without their alternatives; without passes that take long it is not stored. Under a cap,
+        which another size may exceed, all are compared."""
         if self.memory_cap_bytes is not None:
             return self
         labels = chosen.split(", ")
         ways = ([a for a in p.alternatives if a.label in labels] if p.is_compared else [p] for p in self.passes)
-        return replace(self, passes=tuple(way for each in ways for way in each[:1]))
+        passes = tuple(way for each in ways for way in each[:1])
+        is_long = any(each_pass.stage in ("written", "ordered") for each_pass in passes)
+        return replace(self, passes=passes, recalls=self.recalls if is_long else None)
 
     def room(self, costs: Costs) -> int | None:
         """Bytes available on a device: the cap, else the machine's memory; None if neither is known."""

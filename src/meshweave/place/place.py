@@ -396,8 +396,8 @@ def place(
     """The placed graph: every node has a layout (`meta["layout"]`), every op an assignment, every disagreement a move.
 
     `price(source, target, spec)` is the time in seconds of a move, `rates` are the compute rates for repeated work.
-    `decided` may be passed on from an earlier placement by the same price and rates: decisions for equal ops are then reused.
-    Raises RuleError for an op without a rule.
+    `decided` may be passed on from an earlier placement by the same price and rates: decisions for equal ops are then
+    reused. Raises RuleError for an op without a rule.
     """
     check_captured(step)
     return _Placer(step, placement, owned_price(price), rates, decided={} if decided is None else decided).run()

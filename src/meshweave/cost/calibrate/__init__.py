@@ -1,7 +1,7 @@
 """Measures this machine into a profile file: ops as meshweave's executor runs them, communications as its communicator
 runs them, on all processes of a job at the same time."""
 
-from meshweave.cost.calibrate.automatic import ALPHA_BETA, AUTO, ChosenCosts, costs_for
+from meshweave.cost.calibrate.automatic import ALPHA_BETA, AUTO, SMALL_BYTES, ChosenCosts, costs_for
 from meshweave.cost.calibrate.figures import ErrorRow
 from meshweave.cost.calibrate.measure import BRIEF, FULL, QUICK, Calibration, MeasurementPlan, calibrate
 
@@ -11,6 +11,7 @@ __all__ = [
     "BRIEF",
     "FULL",
     "QUICK",
+    "SMALL_BYTES",
     "Calibration",
     "ChosenCosts",
     "ErrorRow",

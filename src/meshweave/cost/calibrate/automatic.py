@@ -36,6 +36,9 @@ _LEAST_DRIFTS = {"gather": 1 / 4, "matmul": 1 / 1.6}
 _PROBE_BYTES = 1 << 20
 _PROBE = Effort(5, 0.5, most_seconds=0.5)
 _PROBE_SIZE = 512  # of a square matmul
+# Parameters and batch of a step that is compiled without measuring: it sends so little that start-up dominates, and is
+# mostly a first try, which should start at once.
+SMALL_BYTES = 1 << 20
 T = TypeVar("T")
 
 
@@ -66,15 +69,18 @@ class Seat:
 
 
 def costs_for(
-    profile: Costs | str | None, world: World, progress: Callable[[str], None] = lambda stage: None
+    profile: Costs | str | None,
+    world: World,
+    progress: Callable[[str], None] = lambda stage: None,
+    is_small: bool = False,
 ) -> ChosenCosts:
     """The costs for `profile` on `world`. All ranks of a job call it together and get the same.
 
     Cost objects are used unchanged; "alpha-beta" is an AlphaBeta, another name or a file a machine profile. None and
     "auto" are, in a job of several processes, the built-in profile of its GPUs if there is one, else a profile that is
     measured once (about 10 s) and cached in `cache_directory()`, by hosts, devices, addresses, backend, number of
-    processes and versions. Virtual devices of a process have no links: only relative costs of moves matter, for which
-    an AlphaBeta is enough.
+    processes and versions; with None, an AlphaBeta for a step that `is_small` (`SMALL_BYTES`). Virtual devices of a
+    process have no links: only relative costs of moves matter, for which an AlphaBeta is enough.
     """
     if isinstance(profile, str) and profile not in (AUTO, ALPHA_BETA):
         costs = load_profile(profile)
@@ -85,16 +91,20 @@ def costs_for(
         return ChosenCosts(profile, f"{profile.name}, as asked")
     if not isinstance(world, ClusterWorld) or world.mesh.num_devices == 1:
         return ChosenCosts(AlphaBeta(), "alpha-beta: virtual devices have no links to measure")
-    return _of_job(world, progress)
+    return _of_job(world, progress, is_small and profile is None)
 
 
-def _of_job(world: ClusterWorld, progress: Callable[[str], None]) -> ChosenCosts:
+def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool) -> ChosenCosts:
     with world.guard():
         seats = _gathered(Seat.here(world.device))
     names = {seat.device for seat in seats}
     known = profile_of_device(next(iter(names))) if len(names) == 1 else None
     if known is not None:
         return ChosenCosts(load_profile(known), f"profile {known}, of devices named {seats[0].device}")
+    if is_small:
+        return ChosenCosts(
+            AlphaBeta(), "alpha-beta: parameters and batch have less than 1 MiB (profile='auto' measures)"
+        )
     entry = CacheEntry(cache_directory() / "profiles", _key(seats))
     is_first = dist.get_rank() == 0
     with entry.lock() if is_first else nullcontext():
