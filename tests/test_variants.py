@@ -364,7 +364,7 @@ def test_sizes_of_every_batch_are_eager_pytorchs(mesh: str) -> None:
     step, twin, eager = messages(mesh)
     for n, e in ((9, 15), (7, 20), (1, 3), (8, 1), (3, 0), (7, 20), (25, 31), (12, 12)):
         assert step(graph(n, e)) == pytest.approx(eager(graph(n, e)), rel=1e-4)
-    assert_tensors(step.parameters(), dict(twin.named_parameters()))
+    assert_tensors(step.parameters(), {name: p.detach() for name, p in twin.named_parameters()})
 
 
 def test_a_new_size_of_a_known_step_is_traced_once_and_costs_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +374,7 @@ def test_a_new_size_of_a_known_step_is_traced_once_and_costs_few_calls(monkeypat
     step(graph(8, 21))
     calls = calls_of(lambda: step(graph(7, 20)))
     assert not repeated
-    assert calls / len(step._compiled.variants.all[-1].program.rank.graph.nodes) < 1200
+    assert calls / len(step._compiled.variants.all[-1].program.rank.graph.nodes) < 1400
     step(graph(25, 30))
     assert len(repeated) == 1  # its ops are others
     for place, variant in enumerate(step._compiled.variants.all):
