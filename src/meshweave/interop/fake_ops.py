@@ -29,7 +29,6 @@ _COPIES = frozenset(aten_ops("clone _to_copy"))
 _SAMPLE = 3  # size of a dim
 _NUMBERS = (bool, int, float)
 _KEYWORDS = frozenset({"alpha", "rounding_mode", "approximate", "dtype"})
-_Kind = tuple[torch.dtype, bool]  # of a tensor: its dtype, and whether it has dims
 
 
 def result_of(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
