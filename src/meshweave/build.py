@@ -62,8 +62,8 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Target:
     """What a step is compiled for: the mesh, the plan (None: the default plan of the mesh's axes), and the costs by
-    which moves are chosen. `own_parts`: of how many ranks the rows of a batch are; 1 if all pass the same. `decided`: what
-    was decided for ops, which programs of other sizes mostly have, too."""
+    which moves are chosen. `own_parts`: of how many ranks the rows of a batch are; 1 if all pass the same. `decided`:
+    what was decided for ops, which programs of other sizes mostly have, too."""
 
     mesh: Mesh
     plan: Plan | None
