@@ -109,11 +109,11 @@ def _returning(target: Any) -> Any:
     is."""
     namespace, name, overload = str(target).split(".")
     try:
-        found = find_operator(f"{namespace}.{name.removesuffix('_')}.{overload}")
+        operator = find_operator(f"{namespace}.{name.removesuffix('_')}.{overload}")
     except (AttributeError, ValueError):
         return None
-    is_whole = name.endswith("_") and not written_of(found) and not is_composite(found)
-    return found if is_whole and found not in decomposition_table() else None
+    is_whole = name.endswith("_") and not written_of(operator) and not is_composite(operator)
+    return operator if is_whole and operator not in decomposition_table() else None
 
 
 def _keeps_form(node: fx.Node, target: Any) -> bool:
