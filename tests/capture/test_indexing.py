@@ -159,6 +159,9 @@ BY_MASK: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "log of rows": lambda m, out, y: (out.abs()[y[:, 0] > 0] * m.linear.weight[0].abs()).log().mean(),
     "mse": lambda m, out, y: F.mse_loss(out[y[:, 0] > 0], y[y[:, 0] > 0]),
     "by hand": lambda m, out, y: (out[y[:, 0] > 0] - y[y[:, 0] > 0]).pow(2).sum(-1).mean(),
+    "least of two": lambda m, out, y: (
+        torch.min(out[y[:, 0] > 0], y[y[:, 0] > 0]).sum() + out[y[:, 0] > 0].max(y[y[:, 0] > 0]).mean()
+    ),
     "cross entropy": lambda m, out, y: F.cross_entropy(out[_labels(y) != -100], _labels(y)[_labels(y) != -100]),
     "sum of cross entropies": lambda m, out, y: nn.CrossEntropyLoss(reduction="sum")(
         out[y[:, 0] > 0, :], y[y[:, 0] > 0].softmax(-1)

@@ -236,6 +236,8 @@ def on_rows(func: Any, function: Callable[..., Any], args: Any, kwargs: Mapping[
     leaves = pytree.tree_leaves((args, kwargs))
     rows = [leaf for leaf in leaves if isinstance(leaf, SelectedRows)]
     first, name = rows[0], func.__name__.strip("_") if func.__name__.startswith("__") else func.__name__
+    if name in ("min", "max") and len(args) == 2 and isinstance(args[1], Tensor | SelectedRows):
+        name += "imum"
     if any(each.key != first.key for each in rows):
         _refuse(f"{name} of rows of two masks")
     plain = pytree.tree_map_only(SelectedRows, lambda each: each.data, (args, kwargs))
