@@ -429,6 +429,40 @@ def test_one_of_several_optimizers_makes_all_eager() -> None:
     assert_tensors(step.parameters(), {n: p.detach() for n, p in twin.named_parameters()}, 1e-12)
 
 
+class Noisy(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad.add_(torch.randn_like(p)).add_(torch.empty_like(p).uniform_())
+        super().step()
+
+
+def noisy_job(pipe: Connection) -> dict[str, Any]:
+    """Weights after steps of an optimizer that adds noise, from generators that differ between ranks."""
+    weights = []
+    for mesh in ("dp=2", "fsdp=2"):
+        model = Net()
+        optimizer = Noisy(model.parameters(), 0.1)
+        step = mw.compile(model, loss=mse, example=DATA[0], optimizer=optimizer, mesh=mesh, profile="alpha-beta")
+        torch.manual_seed(torch.distributed.get_rank())
+        for batch in DATA[:2]:
+            step(batch)
+        weights.append(step.parameters()["layers.0.weight"].tolist())
+    drawn = torch.rand(())
+    torch.manual_seed(torch.distributed.get_rank())
+    is_generator_kept = bool(drawn == torch.rand(()))
+    shutdown(step.session.world)
+    return {"weights": weights, "is_generator_kept": is_generator_kept}
+
+
+@pytest.mark.multiprocess
+def test_ranks_draw_the_same_noise(start: Callable[..., Job]) -> None:
+    first, second = start(f"{__name__}:noisy_job", 2).finish(60)
+    assert first["is_generator_kept"], first
+    assert second["is_generator_kept"], second
+    assert first["weights"] == second["weights"]
+    torch.testing.assert_close(*map(torch.tensor, first["weights"]))
+
+
 def job(pipe: Connection, kind: str, mesh: str, folder: str) -> dict[str, Any]:
     step, _, eager = pair(kind, mesh)
     losses = []

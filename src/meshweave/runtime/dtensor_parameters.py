@@ -104,11 +104,22 @@ def distribute_state(optimizer: torch.optim.Optimizer) -> None:
                 kept[slot] = dtensor_like(value.detach(), param)
 
 
+_DRAWS = {
+    torch.rand_like, torch.randn_like, torch.randint_like, Tensor.normal_, Tensor.uniform_, Tensor.exponential_,
+    Tensor.bernoulli_, Tensor.random_,
+}  # fmt: skip
+
+
 class WholeSums(TorchFunctionMode):
-    """While active, functions return DTensors with their sums over ranks done. Of a DTensor that is parts of a sum,
-    `.item()` is this rank's part, and ops in place are errors (torch 2.13)."""
+    """While active, functions return DTensors with their sums over ranks done, and random numbers for a DTensor are
+    pieces of those for the whole tensor. Of a DTensor that is parts of a sum, `.item()` is this rank's part, and ops in
+    place are errors (torch 2.13)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DRAWS and isinstance(args[0], DTensor):  # on a CPU torch draws the same for every piece
+            own = args[0]
+            whole = func(torch.empty(own.shape, dtype=own.dtype, device=own.device), *args[1:], **(kwargs or {}))
+            return own.copy_(_cut(whole, own)) if func.__name__.endswith("_") else _cut(whole, own)
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, DTensor) or not any(at.is_partial() for at in result.placements):
             return result

@@ -44,7 +44,7 @@ class EagerUpdate:
                 bound.tensor.grad = grad.clone() if scale is None else (grad * scale).to(grad.dtype)
         if not self._keeps_gradients:
             session.gradient_pieces = None
-        with _on_dtensors(bounds):
+        with _on_dtensors(bounds), _one_seed(session):
             for part in parts_of(self.optimizer):
                 part.step()
         for bound in bounds:
@@ -81,4 +81,16 @@ def _on_dtensors(bounds: Sequence[Bound]) -> Iterator[None]:
     from meshweave.runtime.dtensor_parameters import WholeSums
 
     with WholeSums(), implicit_replication():
+        yield
+
+
+@contextmanager
+def _one_seed(session: Session) -> Iterator[None]:
+    """A context in which ranks draw the same random numbers, wherever their own generators are."""
+    if not session.world.is_distributed:
+        yield
+        return
+    device = session.world.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(session.settings.seed + session.state.num_steps)
         yield
