@@ -1,4 +1,4 @@
-"""Rows of the batch that are chosen by numbers in it: an error where each rank passes its own rows."""
+"""Rows of the batch that are chosen by numbers in it or by place: an error where each rank passes its own rows."""
 
 from __future__ import annotations
 
@@ -75,6 +75,10 @@ NOT_OF_ROWS: dict[str, tuple[Callable[[Any, Batch], Tensor], Batch]] = {
     ),
     "along another dim": (lambda m, b: m.linear(b["x"]).gather(1, b["edges"]), {"x": X, "edges": EDGES}),
     "another order of rows": (lambda m, b: m.linear(b["x"])[torch.randperm(ROWS)], {"x": X}),
+    "every second row": (lambda m, b: m.linear(b["x"])[::2] - m.linear(b["x"])[1::2], {"x": X}),
+    "halves of two entries": (lambda m, b: m.linear(torch.cat([b["x"], b["z"]])).chunk(2)[0], {"x": X, "z": X}),
+    "places in a row": (lambda m, b: m.linear(b["x"])[:, 1:].chunk(2, 1)[0], {"x": X}),
+    "samples one by one": (lambda m, b: torch.stack([row.sum() for row in m.linear(b["x"])]), {"x": X}),
     "one hot": (lambda m, b: F.one_hot(b["label"], 5) * m.linear(b["x"]), {"x": X, "label": LABELS}),
 }
 
@@ -84,6 +88,14 @@ def test_rows_that_are_chosen_by_numbers_are_an_error(case: str) -> None:
     body, batch, entry = OF_ROWS[case]
     with pytest.raises(PlanError, match=f"by '{entry}', with batch='local' on 2 ranks") as error:
         check_own_rows(captured(body, batch), 2)
+    assert "test_row_lookups.py" in str(error.value)
+
+
+@pytest.mark.parametrize("take", [lambda x: x[: ROWS // 2], lambda x: x.chunk(2)[1], lambda x: x.split([8, 4])[0]])
+def test_parts_of_the_batch_are_an_error(take: Callable[[Tensor], Tensor]) -> None:
+    """Chosen before rejected answers, on each rank: the first half of the global batch is that of the first rank."""
+    with pytest.raises(PlanError, match="by the place of its rows") as error:
+        check_own_rows(captured(lambda m, b: take(m.linear(b["x"])), {"x": X}), 2)
     assert "test_row_lookups.py" in str(error.value)
 
 

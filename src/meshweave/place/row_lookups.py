@@ -1,7 +1,8 @@
-"""Ops that choose rows of the batch by numbers in the batch or in a buffer.
+"""Ops that choose rows of the batch by numbers in the batch or in a buffer, or by their place.
 
 The step computes on the global batch: its rows are those of all ranks. Where each rank passes its own rows
-(`batch="local"`), numbers that count rows from 0 on each rank mean rows of the first rank only.
+(`batch="local"`), numbers that count rows from 0 on each rank mean rows of the first rank only, and the first half of
+the batch is that of the first ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _ALONG = frozenset(
         aten.scatter.value_reduce, aten.scatter_reduce.two,
     }
 )  # fmt: skip
+_PARTS = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default})
 _SUMS = frozenset({aten.index_put.default, aten._unsafe_index_put.default, aten.scatter_add.default})
 _NOTES = logging.getLogger("meshweave")
 
@@ -37,7 +39,8 @@ _NOTES = logging.getLogger("meshweave")
 @dataclass(frozen=True, slots=True)
 class RowLookup:
     """An op that chooses places along a dim by the numbers in `entries` of the batch or buffers. `is_table`: it adds
-    rows of the batch up, in a table of another number of rows; else the dim holds rows of the batch."""
+    rows of the batch up, in a table of another number of rows; else the dim holds rows of the batch. Without entries it
+    takes neighbouring rows by their place (`out[: n // 2]`, `out.chunk(2)`)."""
 
     node: fx.Node
     entries: tuple[str, ...]
@@ -62,6 +65,8 @@ def row_lookups(step: StepGraph) -> list[RowLookup]:
         if node.target in TABLE or operands:
             rule = row_for(node).rule(node)
             lookups += _lookups(node, rule, rows, origins, num_rows)
+            if _is_part_of_rows(node, rows):
+                lookups.append(RowLookup(node, (), False))
             _carry_rows(node, rule, rows)
     return lookups
 
@@ -78,6 +83,16 @@ def check_own_rows(step: StepGraph, num_parts: int) -> None:
                 origin_of(lookup.node), entries, num_parts,
             )  # fmt: skip
             continue
+        if not lookup.entries:
+            raise PlanError(
+                "a part of the batch is taken by the place of its rows, and each rank passes rows of its own",
+                where=str(origin_of(lookup.node)),
+                got=f"{op_name(lookup.node.target)} of rows, with batch='local' on {num_parts} ranks",
+                expected="places in the global batch, which is the rows of all ranks, in order of rank",
+                hint="if each rank's batch has its parts one after the other (chosen and rejected, two views), make "
+                "each part an entry of the batch and torch.cat them in forward; or pass the global batch on every "
+                "rank (batch='global')",
+            )
         raise PlanError(
             "rows of the batch are chosen by numbers, and each rank passes rows of its own",
             where=str(origin_of(lookup.node)),
@@ -116,6 +131,20 @@ def _indexed(node: fx.Node) -> list[tuple[int, fx.Node]]:
         rank = len(spec_of(argument(node, 0)).shape)
         return [(argument(node, 1) % max(rank, 1), argument(node, 2))] if rank else []
     return [(0, argument(node, 1))] if node.target is aten.embedding.default else []
+
+
+def _is_part_of_rows(node: fx.Node, rows: Mapping[fx.Node, Collection[int]]) -> bool:
+    """Whether an op takes several neighbouring rows, and not all. A single row is one of a loop over them all, and
+    every second row is the same on each rank."""
+    if node.target not in _PARTS:
+        return False
+    table = argument(node, 0)
+    dim = argument(node, 1 if node.target is aten.slice.Tensor else 2, 0) % len(spec_of(table).shape)
+    sizes = {spec_of(part).shape[dim] for part in results_of(node) if part is not None}
+    is_part = bool(sizes - {1, spec_of(table).shape[dim]})
+    return (
+        dim in rows.get(table, ()) and is_part and (node.target is not aten.slice.Tensor or argument(node, 4, 1) == 1)
+    )
 
 
 def _row_loops(operands: Sequence[fx.Node], dims: Sequence[Dims], rows: Mapping[fx.Node, Collection[int]]) -> set[int]:
