@@ -44,7 +44,7 @@ class EagerUpdate:
                 bound.tensor.grad = grad.clone() if scale is None else (grad * scale).to(grad.dtype)
         if not self._keeps_gradients:
             session.gradient_pieces = None
-        with _on_dtensors(bounds), _one_seed(session):
+        with _on_dtensors(bounds), _same_random_numbers(session):
             for part in parts_of(self.optimizer):
                 part.step()
         for bound in bounds:
@@ -85,7 +85,7 @@ def _on_dtensors(bounds: Sequence[Bound]) -> Iterator[None]:
 
 
 @contextmanager
-def _one_seed(session: Session) -> Iterator[None]:
+def _same_random_numbers(session: Session) -> Iterator[None]:
     """A context in which ranks draw the same random numbers, wherever their own generators are."""
     if not session.world.is_distributed:
         yield
