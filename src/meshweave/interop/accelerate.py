@@ -19,7 +19,6 @@ def refuse_accumulation() -> None:
         where="accelerator.accumulate(...)",
         expected="a call for each update",
         hint="remove accumulate() and gradient_accumulation_steps=n, let the loader give n times the rows, and pass "
-        "accumulate=n to mw.compile; or call step.forward and step.backward for each microbatch, and step.update when "
-        "accelerator.sync_gradients is True; if an accumulation was interrupted: "
+        "accumulate=n to mw.compile; if an accumulation was interrupted: "
         "accelerate.Accelerator().sync_gradients = True",
     )
