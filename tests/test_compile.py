@@ -12,7 +12,7 @@ from tests.training import assert_equals_eager
 
 import meshweave as mw
 from meshweave.check.numerics import CHECK_LR, check_numerics
-from meshweave.check.runs import Recipe, Training, widened
+from meshweave.check.runs import Recipe, Training, in_float64
 
 MODELS = ("llama", "gpt2", "bert", "vit", "qwen2", "mlp", "cnn")
 MESHES = ("dp=4", "tp=4", "dp=2,tp=2", "fsdp=2,tp=2", "dp=2,fsdp=2,tp=2")
@@ -28,7 +28,7 @@ ALL = [
 def compiler(example: Any, loss: Any) -> Any:
     def build(model: torch.nn.Module, optimizer: torch.optim.Optimizer, mesh: mw.Mesh, plan: Any) -> mw.TrainStep:
         is_wide = any(p.dtype == torch.float64 for p in model.parameters())
-        like = widened(example) if is_wide else example
+        like = in_float64(example) if is_wide else example
         options: dict[str, Any] = {
             "plan": plan,
             "run": mw.RunOptions(keep_gradients=True, backend="eager"),

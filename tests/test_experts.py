@@ -17,7 +17,7 @@ from torch.nn.functional import grouped_mm
 import meshweave as mw
 from meshweave.check.completeness import check_complete
 from meshweave.check.numerics import CHECK_LR, check_numerics
-from meshweave.check.runs import Recipe, Training, widened
+from meshweave.check.runs import Recipe, Training, in_float64
 from meshweave.errors import VerifyError
 from meshweave.ir import ops
 from meshweave.ir.graph import origin_of, spec_of
@@ -66,7 +66,7 @@ def test_gradients_and_updates_equal_one_device_and_eager_pytorch(kind: str, mes
         return model, torch.optim.AdamW(model.parameters(), lr=CHECK_LR)
 
     def build(model: torch.nn.Module, optimizer: Any, on: mw.Mesh, plan: Any) -> mw.TrainStep:
-        like = widened(batch) if any(p.dtype == torch.float64 for p in model.parameters()) else batch
+        like = in_float64(batch) if any(p.dtype == torch.float64 for p in model.parameters()) else batch
         options: dict[str, Any] = {"clip_grad_norm": 0.5, "run": mw.RunOptions(keep_gradients=True)}
         return mw.compile(model, loss=own_loss, example=like, optimizer=optimizer, mesh=on, plan=plan, **options)
 

@@ -159,7 +159,10 @@ def test_gradients_are_unscaled_and_an_eager_update_is_skipped() -> None:
 
 def test_two_optimizers_skip_together() -> None:
     model = net()
-    both = [torch.optim.SGD(model.up.parameters(), lr=0.1), torch.optim.Adam(model.down.parameters(), lr=0.1)]
+    both = [
+        torch.optim.SGD(model.up.parameters(), lr=0.1),
+        torch.optim.Adam(model.down.parameters(), lr=0.1),
+    ]
     step = mw.compile(model, loss=mse, example=DATA[0], optimizer=both, mesh="", precision=HALF)
     before = {name: p.clone() for name, p in step.parameters().items()}
     step(DATA[0])

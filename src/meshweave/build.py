@@ -28,16 +28,16 @@ from meshweave.optimize.prefetch import delay_gradient_waits
 from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
 from meshweave.passes.pipeline import optimize
 from meshweave.place.assign import Price
-from meshweave.place.balance import balanced, takes_heads
+from meshweave.place.balance import balance_sequence, takes_heads
 from meshweave.place.decide import Placement, Units, decide, infer_units
 from meshweave.place.expand.expand import expand
 from meshweave.place.hooks import pinning
 from meshweave.place.mapping import Homes, axes_of_operators, map_devices
 from meshweave.place.movement.arrange import PlanMove, arrange
-from meshweave.place.movement.dispatch import dispatched
+from meshweave.place.movement.dispatch import make_sparse
 from meshweave.place.movement.own_sums import own_sums
 from meshweave.place.movement.plan import plan_move
-from meshweave.place.movement.replay import proven
+from meshweave.place.movement.replay import prove_plan
 from meshweave.place.place import place
 from meshweave.place.plans import Plan, Resolved
 from meshweave.place.rates import Rates, rates_of
@@ -90,7 +90,7 @@ def _planner(costs: Costs, device_bytes: int | None) -> PlanMove:
 
 def _proving(planner: PlanMove) -> PlanMove:
     """The planner, which proves each plan before its first use."""
-    return lambda source, target, shape, dtype: proven(planner(source, target, shape, dtype), shape)
+    return lambda source, target, shape, dtype: prove_plan(planner(source, target, shape, dtype), shape)
 
 
 @without_collector()
@@ -189,7 +189,7 @@ def _arrange_sequence(captured: StepGraph, resolved: Resolved, placing: _Placeme
     def exchanges_heads() -> bool:
         return takes_heads(placing.place_by(apart, resolved, infer_units(apart))(resolved), resolved.context_axes)
 
-    step, sequence = balanced(apart, resolved, placing.mesh, exchanges_heads)
+    step, sequence = balance_sequence(apart, resolved, placing.mesh, exchanges_heads)
     return verify_step(step), sequence
 
 
@@ -238,7 +238,7 @@ def _planned(
     def expanded(accumulate_in: str, casts_once: bool) -> tuple[StepGraph, tuple[RankGraph, ...]]:
         placed = placing.place(step, replace(placement, accumulate_in=accumulate_in, casts_once=casts_once))
         placed = arrange(placed, placing.planner, reduce_after_cast=options.precision.reduce_after_cast)
-        placed = dispatched(own_sums(placed), placing.planner, placing.rates)
+        placed = make_sparse(own_sums(placed), placing.planner, placing.rates)
         progress("expand")
         roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(placing.planner)), costs)
         return placed, tuple(verify_rank(delay_gradient_waits(role)) for role in roles)

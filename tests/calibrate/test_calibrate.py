@@ -32,7 +32,7 @@ from meshweave.cost.calibrate.cases import (
 from meshweave.cost.calibrate.figures import MachineFacts, Measurements, profile_text
 from meshweave.cost.calibrate.links import MOST_SLOWDOWN, OPS, Contention, MeasuredLink, local_bytes_of, places
 from meshweave.cost.calibrate.measure import BRIEF
-from meshweave.cost.calibrate.ops import ALONE, Effort, Measured, OpCase, RepeatedOp, time_ops, typical
+from meshweave.cost.calibrate.ops import ALONE, Effort, Measurement, OpCase, RepeatedOp, time_ops, typical
 from meshweave.cost.hardware import load_profile
 from meshweave.cost.hardware.collectives import bytes_received
 from meshweave.cost.hardware.load import parse_profile
@@ -165,17 +165,17 @@ def test_what_is_far_out_is_cut_down_and_what_is_usual_is_not() -> None:
 # The file
 
 
-def memory(kind: str, size: int, seconds: float, is_held_out: bool = False, weight: float = 1.0) -> Measured:
-    return Measured(kind, MemoryWork(kind, size, size // 4, torch.float32), seconds, is_held_out, weight)
+def memory(kind: str, size: int, seconds: float, is_held_out: bool = False, weight: float = 1.0) -> Measurement:
+    return Measurement(kind, MemoryWork(kind, size, size // 4, torch.float32), seconds, is_held_out, weight)
 
 
-def product(n: int, seconds: float, is_held_out: bool = False) -> Measured:
+def product(n: int, seconds: float, is_held_out: bool = False) -> Measurement:
     work = Matmul(n, n, n, 1, torch.float32, 12 * n * n)
-    return Measured("matmul float32", work, seconds, is_held_out)
+    return Measurement("matmul float32", work, seconds, is_held_out)
 
 
 OPS_MEASURED = (
-    Measured("launch", MemoryWork("pointwise", 48, 4, torch.float32), 5e-6, False),
+    Measurement("launch", MemoryWork("pointwise", 48, 4, torch.float32), 5e-6, False),
     memory("pointwise", 1000, 1e-5, weight=3.0),
     memory("pointwise", 1050, 3e-5),
     memory("pointwise", 100_000, 1e-4),

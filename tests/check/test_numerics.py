@@ -12,7 +12,7 @@ from torch import nn
 import meshweave as mw
 from meshweave.capture.batch import Batch
 from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, TensorError, check_numerics
-from meshweave.check.runs import Recipe, Training, widened
+from meshweave.check.runs import Recipe, Training, in_float64
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import functional
 from meshweave.ir.mesh import Mesh
@@ -68,7 +68,7 @@ def options_of(model, optimizer, mesh, plan):
 
 def example_for(model):
     is_wide = any(p.dtype == torch.float64 for p in model.parameters())
-    return widened(make_batch(0)) if is_wide else make_batch(0)
+    return in_float64(make_batch(0)) if is_wide else make_batch(0)
 
 
 def run(compile_step=compiler, mesh="dp=2", *, make=make_model, recipe=None, steps=3, **options) -> NumericsReport:

@@ -26,7 +26,7 @@ from meshweave.capture.optimizer_arithmetic import ARITHMETIC
 from meshweave.capture.optimizer_copy import OptimizerCopy
 from meshweave.capture.trace import Provenance
 from meshweave.check.numerics import CHECK_LR, NumericsReport, check_numerics
-from meshweave.check.runs import Recipe, Training, widened
+from meshweave.check.runs import Recipe, Training, in_float64
 from meshweave.ir import ops
 from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.mesh import Mesh
@@ -77,7 +77,7 @@ def check(
 
     def compiler(model: nn.Module, optimizer: Any, on: Mesh, plan: Any) -> TrainStep:
         is_wide = runs_float64 and next(model.parameters()).dtype == torch.float64
-        example = widened(make_batch(0)) if is_wide else make_batch(0)
+        example = in_float64(make_batch(0)) if is_wide else make_batch(0)
         found = mw.compile(
             model,
             loss=loss,
@@ -123,7 +123,7 @@ class Mutant:
 
 
 adam, sgd = partial(Mutant, torch_adam._single_tensor_adam), partial(Mutant, torch_sgd._single_tensor_sgd)
-row, clipped, norm = partial(Mutant, optimizer_arithmetic._addcdiv), step._clipped, step._norm
+row, clipped, norm = partial(Mutant, optimizer_arithmetic._addcdiv), step._clip, step._norm
 MUTANTS = [
     adam("param.mul_(1 - lr * weight_decay)", "pass"),
     adam("1 - lr * weight_decay", "1 - weight_decay"),

@@ -206,7 +206,10 @@ class UpDown(nn.Module):
 
     def __init__(self, channels: int, groups: int) -> None:
         super().__init__()
-        self.norm, self.down = nn.GroupNorm(groups, channels), nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+        self.norm, self.down = (
+            nn.GroupNorm(groups, channels),
+            nn.Conv2d(channels, channels, 3, stride=2, padding=1),
+        )
         self.middle = nn.Conv2d(channels, channels, 3, padding=1)
         self.up = nn.Conv2d(2 * channels, channels, 3, padding=1)
 

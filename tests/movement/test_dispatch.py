@@ -20,7 +20,7 @@ from meshweave.errors import VerifyError
 from meshweave.ir import ops
 from meshweave.ir.collectives import SPARSE_GATHER, SPARSE_SCATTER, TABLE
 from meshweave.ir.graph import origin_of, spec_of
-from meshweave.place.movement.dispatch import dispatched
+from meshweave.place.movement.dispatch import make_sparse
 from meshweave.place.movement.plan import plan_move
 
 WIDTH = 8
@@ -137,7 +137,7 @@ def test_devices_equal_one_device_and_the_dense_form_to_the_bit(
     assert losses == pytest.approx(expected, rel=1e-10)
     assert_tensors(step.parameters(), alone.parameters(), 1e-10)
     check_complete(step.program.placed, step.program.optimized.roles)
-    monkeypatch.setattr(build, "dispatched", lambda placed, planner, rates: placed)
+    monkeypatch.setattr(build, "make_sparse", lambda placed, planner, rates: placed)
     dense, dense_losses = train(Model(**settings).double(), data, mesh, **options)
     assert not sparse_moves(dense)
     assert losses == dense_losses
@@ -193,7 +193,7 @@ def _float(data: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
 def placed_and_dense(monkeypatch: pytest.MonkeyPatch) -> tuple[mw.TrainStep, list[fx.Node]]:
     """A step without sparse moves, and the moves that could be."""
     names = [n.args[0].name for n in sparse_moves(compiled())]
-    monkeypatch.setattr(build, "dispatched", lambda placed, planner, rates: placed)
+    monkeypatch.setattr(build, "make_sparse", lambda placed, planner, rates: placed)
     step = compiled()
     moves = [n for n in step.program.placed.graph.nodes if n.target is ops.move and n.args[0].name in names]
     return step, moves
@@ -213,7 +213,7 @@ def test_a_value_that_others_read_is_gathered_whole(monkeypatch: pytest.MonkeyPa
     for node in placed.graph.nodes:
         node.meta.pop("plan", None)
     planner = lambda source, target, shape, dtype: plan_move(source, target, shape, dtype, SLOW_LINKS)  # noqa: E731
-    dispatched(placed, planner)
+    make_sparse(placed, planner)
     assert len(sparse_moves(step)) == len(moves) - 1
     assert gather in placed.graph.nodes
 

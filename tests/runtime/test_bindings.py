@@ -305,7 +305,10 @@ def test_a_write_to_a_buffer_shows_in_those_that_share_its_memory(mesh: str) -> 
 
 
 OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "another shape": (lambda m: setattr(m.down.bias, "data", torch.zeros(9)), "'down.bias' of the model has changed"),
+    "another shape": (
+        lambda m: setattr(m.down.bias, "data", torch.zeros(9)),
+        "'down.bias' of the model has changed",
+    ),
     "another dtype": (lambda m: m.down.double(), "of the model has changed its shape or dtype"),
     "another parameter": (
         lambda m: setattr(m.down, "bias", nn.Parameter(torch.zeros(8))),

@@ -29,7 +29,11 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 12, bias=False),
+            nn.Linear(12, 8, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(self.norm(x)))).sum()

@@ -29,7 +29,7 @@ class Batch:
     def of(batch: Any) -> Batch:
         """Flatten a dict, tuple, list or dataclass, or a nest of them."""
         whole = dict(batch) if isinstance(batch, Mapping) else batch
-        plain = _opened(whole)
+        plain = _fields_as_dicts(whole)
         leaves, tree = pytree.tree_flatten_with_path(plain, is_leaf=lambda part: not _holds_tensor(part))
         values = {_path_name(path): leaf for path, leaf in leaves}
         tensors = {name: leaf for name, leaf in values.items() if isinstance(leaf, Tensor)}
@@ -49,7 +49,7 @@ class Batch:
             )
         rest = {name: leaf for name, leaf in values.items() if name not in tensors}
         order = tuple(values)
-        join = lambda new: _closed(whole, pytree.tree_unflatten([new[name] for name in order], tree))  # noqa: E731
+        join = lambda new: _fields_as_dataclasses(whole, pytree.tree_unflatten([new[name] for name in order], tree))  # noqa: E731
         return Batch(tuple(tensors), tuple(tensors.values()), rest, join)
 
     @property
@@ -89,22 +89,22 @@ def _record(part: Any) -> dict[str, Any]:
     return {f.name: getattr(part, f.name) for f in fields(part) if hasattr(part, f.name)}
 
 
-def _opened(part: Any) -> Any:
+def _fields_as_dicts(part: Any) -> Any:
     """Dataclasses that contain tensors replaced by dicts, at any depth."""
 
     def opened(leaf: Any) -> Any:
-        values = _opened(_record(leaf)) if _is_record(leaf) else None
+        values = _fields_as_dicts(_record(leaf)) if _is_record(leaf) else None
         return values if _holds_tensor(values) else leaf
 
     return pytree.tree_map(opened, part)
 
 
-def _closed(like: Any, part: Any) -> Any:
+def _fields_as_dataclasses(like: Any, part: Any) -> Any:
     """`part`, with dataclasses where `like` has them: copies of those in `like` with other field values. Dataclasses
     without tensors are reused as they are."""
 
     def is_plain(p: Any) -> bool:
-        return not _holds_tensor(_opened(p))
+        return not _holds_tensor(_fields_as_dicts(p))
 
     leaves, tree = pytree.tree_flatten(like, is_leaf=is_plain)
     parts = zip(leaves, tree.flatten_up_to(part), strict=True)
@@ -114,7 +114,7 @@ def _closed(like: Any, part: Any) -> Any:
 
 def _filled(record: Any, values: Any) -> Any:
     filled = copy(record)
-    for name, value in _closed(_record(record), values).items():
+    for name, value in _fields_as_dataclasses(_record(record), values).items():
         object.__setattr__(filled, name, value)  # also sets fields of frozen dataclasses
     return filled
 

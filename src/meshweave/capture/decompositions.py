@@ -74,14 +74,14 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
     return product + (bias if beta == 1 else bias * beta)
 
 
-def _added(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+def _scaled_sum(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     """beta * bias + alpha * product; a bias with beta 0 is not read."""
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
 
 
 def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added(bias, aten.bmm(a, b), beta, alpha)
+    return _scaled_sum(bias, aten.bmm(a, b), beta, alpha)
 
 
 def _split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
@@ -178,7 +178,7 @@ def _std_mean(
 
 
 def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _added(bias, aten.sum.dim_IntList(aten.bmm(a, b), [0]), beta, alpha)
+    return _scaled_sum(bias, aten.sum.dim_IntList(aten.bmm(a, b), [0]), beta, alpha)
 
 
 def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:

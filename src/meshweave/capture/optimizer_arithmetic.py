@@ -111,7 +111,7 @@ def row_of(func: Any) -> tuple[str, bool]:
     return _ALIASES.get(name, name), is_in_place
 
 
-def _widened(operands: list[Any]) -> list[Any]:
+def _in_kernel_dtype(operands: list[Any]) -> list[Any]:
     """Floating-point operands in the dtype in which ATen's kernels compute: their common dtype, at least float32."""
     dtypes = [x.dtype for x in operands if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
     if not dtypes:
@@ -128,5 +128,5 @@ def scaled(name: str, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) 
     """The op by its row, its result in `dtype`."""
     if dtype.is_floating_point:  # a float makes floats of integers
         args = [x.to(dtype) if isinstance(x, Tensor) and x.dim() and _is_integer(x) else x for x in args]
-    result = ARITHMETIC[name](*_widened(list(args)), **kwargs)
+    result = ARITHMETIC[name](*_in_kernel_dtype(list(args)), **kwargs)
     return result if result.dtype in (dtype, torch.bool) else result.to(dtype)

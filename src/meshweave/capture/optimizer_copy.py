@@ -88,7 +88,7 @@ def _leaves(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ParameterState:
     """State of a parameter between steps: its tensors, by slot, and the values that the optimizer's code computes
     itself (step counts, 0-dim tensors)."""
 
@@ -125,7 +125,7 @@ class TracedStep:
 
     path: NumberPath
     outputs: Outputs
-    after: Kept
+    after: ParameterState
 
     def equals(self, other: TracedStep) -> bool:
         """Whether every step does the same."""
@@ -167,7 +167,7 @@ class OptimizerCopy:
     def trained(self) -> list[str]:
         return [name for name, param in self.params.items() if param.requires_grad]
 
-    def trace(self, starts: Mapping[str, Kept]) -> dict[str, TracedStep]:
+    def trace(self, starts: Mapping[str, ParameterState]) -> dict[str, TracedStep]:
         """A step of all trained parameters from their state, by parameter. CaptureError if it cannot be traced."""
         tape = Tape(self.group_of)
         tracer = UpdateTracer(self.values, tape, self._rows)
@@ -199,7 +199,7 @@ class OptimizerCopy:
                 ]
                 container[name] = type(value)(leaves) if type(value) in (tuple, list) else leaves[0]
 
-    def _begin(self, name: str, start: Kept, tracer: UpdateTracer) -> set[Key]:
+    def _begin(self, name: str, start: ParameterState, tracer: UpdateTracer) -> set[Key]:
         """Give the optimizer a parameter, its gradient and its state; returns their keys."""
         param = self.params[name]
         param.grad = torch.empty_like(param, requires_grad=False)
@@ -214,7 +214,7 @@ class OptimizerCopy:
                 state[slot] = tracer.tape.input(slot, x, name) if is_number(x) else x
         return {*tensors}
 
-    def _step(self, name: str, start: Kept, begun: set[Key], tracer: UpdateTracer) -> TracedStep:
+    def _step(self, name: str, start: ParameterState, begun: set[Key], tracer: UpdateTracer) -> TracedStep:
         """What a step did to a parameter."""
         param, tape = self.params[name], tracer.tape
         tensors, numbers = {("param", ""): param}, dict[str, Any]()
@@ -241,7 +241,7 @@ class OptimizerCopy:
         key = start.form, id(replay), tuple(fills), tuple(numbers)
         path = self._paths.setdefault(key, NumberPath(start.form, replay, tuple(fills), tuple(numbers)))
         specs = {slot: Spec(tuple(x.shape), x.dtype) for (kind, slot), x in tensors.items() if kind == "state"}
-        return TracedStep(path, outputs, Kept(specs, {slot: _now(tape, x) for slot, x in numbers.items()}))
+        return TracedStep(path, outputs, ParameterState(specs, {slot: _now(tape, x) for slot, x in numbers.items()}))
 
     def _shown(self) -> dict[str, str]:
         """The contents of options and attributes, as text."""

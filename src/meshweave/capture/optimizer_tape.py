@@ -99,14 +99,14 @@ class Replay:
         values = [*(options[key] for key in self.options), *(state[slot] for slot in self.slots)]
         values = [x.clone() if isinstance(x, Tensor) else x for x in values]
         for entry in self.entries:
-            args = [values[x.index] if type(x) is TapeRef else _valued(x, values) for x in entry.args]
-            kwargs = {k: _valued(v, values) for k, v in entry.kwargs} if entry.kwargs else {}
+            args = [values[x.index] if type(x) is TapeRef else _with_values(x, values) for x in entry.args]
+            kwargs = {k: _with_values(v, values) for k, v in entry.kwargs} if entry.kwargs else {}
             result = entry.function(*args, **kwargs)
             if not entry.is_guard:
                 values.append(result)
             elif result != entry.expected:
                 return None
-        return _valued(self.results, values)
+        return _with_values(self.results, values)
 
     def differs_exactly(self, other: Replay) -> bool:
         """Whether both take the plain value of the same number, and it was another."""
@@ -118,10 +118,10 @@ class Replay:
         )
 
 
-def _valued(x: Any, values: Sequence[Any]) -> Any:
+def _with_values(x: Any, values: Sequence[Any]) -> Any:
     if type(x) is TapeRef:
         return values[x.index]
-    return type(x)([_valued(y, values) for y in x]) if type(x) in (tuple, list) else x
+    return type(x)([_with_values(y, values) for y in x]) if type(x) in (tuple, list) else x
 
 
 @dataclass(slots=True)
@@ -264,9 +264,11 @@ class Tape:
         read = tuple(self.inputs[i] for i in options), tuple(self.inputs[i] for i in slots)
         replay = Replay(*read, described, renumbered(results))
         again = replay(self._of_inputs(options), self._of_inputs(slots))
-        if repr(_shown(again)) != repr(_shown(_valued(results, self.values))):
+        if repr(_digits_of(again)) != repr(_digits_of(_with_values(results, self.values))):
             raise untraceable("the optimizer computes other numbers when the same is computed again", name)
-        return known.setdefault(repr((read, [(_shown(e.args), e) for e in described], _shown(replay.results))), replay)
+        return known.setdefault(
+            repr((read, [(_digits_of(e.args), e) for e in described], _digits_of(replay.results))), replay
+        )
 
     def _of_inputs(self, indices: Sequence[int]) -> dict[Any, Any]:
         """Inputs by option or slot, as the run began."""
@@ -279,11 +281,11 @@ class Tape:
         return entry.index in self._shared
 
 
-def _shown(x: Any) -> Any:
+def _digits_of(x: Any) -> Any:
     """A value whose text has all digits of tensors."""
     if isinstance(x, Tensor):
         return str(x.dtype), x.shape, x.item()
-    return type(x)(map(_shown, x)) if isinstance(x, (tuple, list)) else x
+    return type(x)(map(_digits_of, x)) if isinstance(x, (tuple, list)) else x
 
 
 def plain(x: Any) -> Any:

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.optimizer_copy import Kept, NumberPath, OptimizerCopy, OptimizerOptions, Place, TracedStep
+from meshweave.capture.optimizer_copy import (
+    NumberPath,
+    OptimizerCopy,
+    OptimizerOptions,
+    ParameterState,
+    Place,
+    TracedStep,
+)
 from meshweave.capture.optimizer_graph import (
     Outputs,
     RunOp,
@@ -55,7 +62,7 @@ class PathNumbers:
     kept: Mapping[str, Any]
 
 
-def numbers_of(paths: Iterable[NumberPath], start: Kept, options: Mapping[Place, Any]) -> PathNumbers | None:
+def numbers_of(paths: Iterable[NumberPath], start: ParameterState, options: Mapping[Place, Any]) -> PathNumbers | None:
     """The numbers of a step that begins with state `start`; None if it takes none of the paths."""
     form = start.form
     for index, path in enumerate(paths):
@@ -160,9 +167,9 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
             check_param(p, named, optimizer, index)
     own = OptimizerCopy(optimizer, named)
     states = {named[id(p)]: state for p, state in optimizer.state.items() if state and id(p) in named}
-    fresh = own.trace({name: Kept() for name in own.trained()})
+    fresh = own.trace({name: ParameterState() for name in own.trained()})
     starts = {name: kept_of(states.get(name, {}), step.after) for name, step in fresh.items()}
-    is_fresh = all(start == Kept() for start in starts.values())
+    is_fresh = all(start == ParameterState() for start in starts.values())
     steps = _ahead(own, starts, fresh if is_fresh else own.trace(starts))
     kinds: dict[Any, UpdateKind] = {}
     kind_of: dict[str, int] = {}
@@ -181,7 +188,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
 
 
 def _ahead(
-    own: OptimizerCopy, starts: Mapping[str, Kept], steps: Mapping[str, TracedStep]
+    own: OptimizerCopy, starts: Mapping[str, ParameterState], steps: Mapping[str, TracedStep]
 ) -> dict[str, tuple[list[TracedStep], Mapping[str, Spec]]]:
     """By parameter, the different steps that it takes next, and its state tensors. A step is traced unless all
     parameters take known paths."""
@@ -208,7 +215,9 @@ def _ahead(
                     "step() takes another path from step to step: int(), math or many branches", name, own.name
                 )
         starts = {
-            name: Kept(known[name][taken.index].after.tensors, taken.kept) if taken is not None else steps[name].after
+            name: ParameterState(known[name][taken.index].after.tensors, taken.kept)
+            if taken is not None
+            else steps[name].after
             for name, taken in numbers.items()
         }
     return {name: (paths, starts[name].tensors) for name, paths in known.items()}
@@ -248,7 +257,7 @@ def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def kept_of(state: Mapping[str, Any], fresh: Kept) -> Kept:
+def kept_of(state: Mapping[str, Any], fresh: ParameterState) -> ParameterState:
     """A parameter's state in the optimizer, in the form in which its step keeps it. `fresh`: what a first step
     leaves."""
     tensors: dict[str, Spec] = {}
@@ -261,7 +270,7 @@ def kept_of(state: Mapping[str, Any], fresh: Kept) -> Kept:
             tensors[slot] = Spec(tuple(value.shape), value.dtype)
         elif value is not None:
             numbers[slot] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-    return Kept(tensors, numbers)
+    return ParameterState(tensors, numbers)
 
 
 def resting_state(
@@ -299,7 +308,7 @@ class StepNumbers:
         self.spec, self._optimizer = spec, optimizer
         self._named = {named[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
         self._members = {k: spec.members(k) for k in spec.leaders}
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, ParameterState] = {}
         self.stepped: set[str] = set()
         self.read()
 
@@ -308,16 +317,16 @@ class StepNumbers:
         state = self._optimizer.state
         self._begin_with({n: kept_of(state.get(p, {}), self._leaves(n)) for n, p in self._named.items()})
 
-    def _leaves(self, name: str) -> Kept:
+    def _leaves(self, name: str) -> ParameterState:
         """The state that a first step of a parameter leaves."""
         kind = self.spec.kinds[self.spec.kind_of[name]] if name in self.spec.kind_of else None
-        return Kept(kind.slots, kind.kept) if kind is not None else Kept()
+        return ParameterState(kind.slots, kind.kept) if kind is not None else ParameterState()
 
-    def _begin_with(self, kept: Mapping[str, Kept]) -> None:
+    def _begin_with(self, kept: Mapping[str, ParameterState]) -> None:
         """Parameters of the same kind with the same numbers share them from now on."""
-        known: dict[Any, Kept] = {}
+        known: dict[Any, ParameterState] = {}
         self._kept = {n: known.setdefault((k, kept[n].shown), kept[n]) for n, k in self._leaders()}
-        self._after: dict[str, Kept] = {}
+        self._after: dict[str, ParameterState] = {}
         self.stepped = {name for name, own in self._kept.items() if own.tensors or own.numbers}
 
     def _leaders(self) -> Iterable[tuple[str, int]]:
@@ -344,7 +353,7 @@ class StepNumbers:
                     f"param_groups[{kind.group}], parameter {(names or members)[0]}",
                     "other operations in step(): an option was switched on or off (0 and nonzero differ)",
                 )
-            self._after |= dict.fromkeys(names, Kept(kind.slots, step.kept))
+            self._after |= dict.fromkeys(names, ParameterState(kind.slots, step.kept))
             numbers |= {f"update{k}.{i}": x for i, x in enumerate(kind.inputs_of(step))}
             fills |= {(slot, name): x for slot, x in step.fills.items() for name in names}
         return numbers, fills
@@ -360,7 +369,7 @@ class StepNumbers:
             f"{place[0]} {place[1]}", f"{place[2]}: {before.get(place)!r} has become {now.get(place)!r}"
         )
 
-    def _kept_by_all(self, names: Collection[str]) -> Kept:
+    def _kept_by_all(self, names: Collection[str]) -> ParameterState:
         """What each of some parameters of the same kind keeps. OutdatedUpdate if they differ."""
         distinct = {id(self._kept[name]): name for name in names}
         shown = sorted({self._kept[name].shown for name in distinct.values()}) if len(distinct) > 1 else []

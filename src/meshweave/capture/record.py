@@ -79,7 +79,7 @@ class Difference(Exception):
 Call = tuple[str, Any, int]
 
 
-class Overwritten(Exception):
+class ConstantsWritten(Exception):
     """The step has written computed values into constants, which these `calls` created."""
 
     def __init__(self, calls: Set[Call]) -> None:
@@ -123,7 +123,7 @@ class Record:
             if self.overwritten <= known:
                 raise
         if not self.overwritten <= known:
-            raise Overwritten(self.overwritten)
+            raise ConstantsWritten(self.overwritten)
         if self.overwritten:
             raise CaptureError(
                 "the step writes computed values into a constant, which it may have read afterwards",

@@ -131,7 +131,7 @@ def _from_file(text: str, batch: int | None, seq: int | None, seed: int, device:
             hint=f"give it a parameter: def {name}(batch: int = {batch}), or omit --local-batch and --batch",
         )
     with torch.device(device):
-        source = _guarded(lambda: factory(**arguments), path, f"{name}() failed")
+        source = _with_guards(lambda: factory(**arguments), path, f"{name}() failed")
     return _read(source, text)
 
 
@@ -166,7 +166,7 @@ def import_file(path: Path) -> ModuleType:
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
-        _guarded(lambda: spec.loader.exec_module(module), str(path), "the file cannot be imported")  # type: ignore[union-attr]
+        _with_guards(lambda: spec.loader.exec_module(module), str(path), "the file cannot be imported")  # type: ignore[union-attr]
     finally:
         sys.path.remove(folder)
     return module
@@ -185,7 +185,7 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     )
 
 
-def _guarded(call: Callable[[], Any], path: str, what: str) -> Any:
+def _with_guards(call: Callable[[], Any], path: str, what: str) -> Any:
     try:
         return call()
     except MeshweaveError:

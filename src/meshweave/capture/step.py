@@ -22,13 +22,13 @@ from meshweave.capture.optimizer_graph import UpdateValue
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.param_dtype import ParamDtype, cast_gradients_early, cast_parameters, dtypes_of
-from meshweave.capture.record import REGISTER, Call, Overwritten, Record, storage_of
+from meshweave.capture.record import REGISTER, Call, ConstantsWritten, Record, storage_of
 from meshweave.capture.step_inputs import (
     LOSS_SCALE,
     StepValues,
     by_kind,
     fake_inputs,
-    rebuilt,
+    rebuild_batch,
     state_name,
     step_inputs,
 )
@@ -238,7 +238,7 @@ def capture_source(
     for _ in range(_MOST_TRACES):
         try:
             step, contract = _captured(source, example, optimizer, options, overwritten, is_scaled, like)
-        except Overwritten as error:
+        except ConstantsWritten as error:
             line = min(where for where, _, _ in error.calls - overwritten)
             overwritten |= error.calls
             continue
@@ -278,7 +278,7 @@ def _captured(
         values.batch = dict(zip(batch.names, batch.tensors, strict=True))
         tracker = Provenance(values.scalars["draw"], options.seed, record, None, overwritten)
         with capture_errors(), tracker:
-            _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer, is_second=True).run()
+            _StepRun(source, rebuild_batch(batch, values), options, tracker, values, optimizer, is_second=True).run()
 
     named = by_kind(inputs, fakes).batch
     batch = Batch(batch.names, tuple(named.values()), batch.rest, batch.join)
@@ -289,7 +289,7 @@ def _captured(
         values = by_kind(inputs, flat)
         tracker = Provenance(values.scalars["draw"], options.seed, contract.record, tracer, overwritten)
         with tracker, contract.record.without_stale_constants(overwritten):
-            run = _StepRun(source, rebuilt(batch, values), options, tracker, values, optimizer)
+            run = _StepRun(source, rebuild_batch(batch, values), options, tracker, values, optimizer)
             results, grads = run.run()
             contract.outputs = run.returned
         outputs[:] = list(results)
@@ -349,7 +349,7 @@ class _StepRun:
         if inverse is not None:
             grads = {n: unscaled(g, inverse) for n, g in grads.items()}
         if clip is not None and self.options.part == "train":
-            grads = _clipped(grads, results["norm", ""], clip)
+            grads = _clip(grads, results["norm", ""], clip)
         if self.optimizer is None:
             return results, {}
         return results, {n: g for n, g in grads.items() if n in self.optimizer.kind_of}
@@ -509,7 +509,7 @@ def _norm(grads: Mapping[str, Tensor], inverse: Tensor | None) -> Tensor:
     return norm if inverse is None else norm * inverse
 
 
-def _clipped(grads: Mapping[str, Tensor], norm: Tensor, largest: float) -> dict[str, Tensor]:
+def _clip(grads: Mapping[str, Tensor], norm: Tensor, largest: float) -> dict[str, Tensor]:
     """The gradients, as torch.nn.utils.clip_grad_norm_ clips them."""
     scale = torch.clamp(largest / (norm + 1e-6), max=1.0)
     return {n: (g * scale).to(g.dtype) for n, g in grads.items()}

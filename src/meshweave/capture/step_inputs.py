@@ -108,6 +108,6 @@ def by_kind(inputs: Sequence[Input], flat: Sequence[Tensor]) -> StepValues:
     return StepValues(*values.values())
 
 
-def rebuilt(batch: Batch, values: StepValues) -> Any:
+def rebuild_batch(batch: Batch, values: StepValues) -> Any:
     """The batch in the form that forward takes, from the step's values."""
     return batch.rebuild([values.batch[name] for name in batch.names])

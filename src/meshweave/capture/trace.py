@@ -21,7 +21,7 @@ from meshweave.capture.constants import with_positions
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.functional import functional
 from meshweave.capture.random_ops import RANDOM
-from meshweave.capture.record import Call, Difference, Overwritten, Record
+from meshweave.capture.record import Call, ConstantsWritten, Difference, Record
 from meshweave.capture.refusals import branch_hint, failure
 from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError, MeshweaveError
@@ -400,7 +400,7 @@ def capture_errors() -> Iterator[None]:
     try:
         with without_onednn(), _without_autocast_cache():
             yield
-    except (MeshweaveError, Difference, Overwritten):
+    except (MeshweaveError, Difference, ConstantsWritten):
         raise
     except Exception as error:
         got = f"{type(error).__name__}: {error}"

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.check.numbers import concatenated
-from meshweave.check.role_replay import Known, ReplayedValue, RoleReplay, first_layout
+from meshweave.check.numbers import concatenate_roles
+from meshweave.check.role_replay import ReplayedValue, RoleReplay, SharedFacts, first_layout
 from meshweave.errors import LayoutError, VerifyError
 from meshweave.ir import ops
 from meshweave.ir.collectives import STARTS, transfer
@@ -49,7 +49,7 @@ def check_complete(placed: StepGraph, roles: Sequence[RankGraph]) -> Completenes
     `roles` are the rank graphs of `placed`. Only the first, because values that depend on a wrong value cannot be
     identified. Merged collectives are undone first, which proves the merge.
     """
-    known = Known(placed)
+    known = SharedFacts(placed)
     replays = [RoleReplay(unmerge_buckets(rank), known) for rank in roles]
     _check_devices(known, replays)
     for role in replays:
@@ -145,12 +145,12 @@ class _Uses:
                 raise role.at_node(node, VerifyError("nothing uses the result of a communication"))
 
 
-def _meet(known: Known, roles: list[RoleReplay], uses: _Uses) -> bool:
+def _meet(known: SharedFacts, roles: list[RoleReplay], uses: _Uses) -> bool:
     """Replay the meeting of these roles; returns whether it is a communication."""
     nodes = [r.at for r in roles if r.at is not None]
     communicates = nodes[0].target in STARTS
     try:
-        results = (_transferred if nodes[0].target is transfer else _exchanged)(known, roles, nodes)
+        results = (_transferred if nodes[0].target is transfer else _exchange)(known, roles, nodes)
     except VerifyError as error:
         raise roles[0].at_node(nodes[0], error) from error
     root = next(v.root for v in results if v is not None)
@@ -161,7 +161,7 @@ def _meet(known: Known, roles: list[RoleReplay], uses: _Uses) -> bool:
     return communicates
 
 
-def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
+def _operand_of_roles(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
     """The operand of each role: forms of the same value, or None."""
     values = []
     for role, node in zip(roles, nodes, strict=True):
@@ -179,16 +179,18 @@ def _given(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[Replay
     return values
 
 
-def _exchanged(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
+def _exchange(known: SharedFacts, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
     """A collective, or an op that a group runs together, in every group of the devices of these roles."""
-    values = [v for v in _given(roles, nodes) if v is not None]
+    values = [v for v in _operand_of_roles(roles, nodes) if v is not None]
     if len(values) < len(roles):
         raise VerifyError("a role passes no value")
     first, holdings = nodes[0], [v.holding for v in values]
     mesh, axes = roles[0].rank.group_axes(str(first.args[-1]))
     is_sparse = first.target in SPARSE
     positions = (2,) if is_sparse else range(1, len(first.args) - 1)
-    numbers = [concatenated([(r.numbers, n.args[i]) for r, n in zip(roles, nodes, strict=True)]) for i in positions]
+    numbers = [
+        concatenate_roles([(r.numbers, n.args[i]) for r, n in zip(roles, nodes, strict=True)]) for i in positions
+    ]
     readers = _readers(roles, nodes, mesh.flat_size(axes), values[0]) if is_sparse else None
 
     def exchange() -> list[Holding]:
@@ -221,13 +223,15 @@ def _readers(roles: Sequence[RoleReplay], nodes: Sequence[fx.Node], count: int, 
     return root
 
 
-def _transferred(known: Known, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]) -> list[ReplayedValue | None]:
+def _transferred(
+    known: SharedFacts, roles: Sequence[RoleReplay], nodes: Sequence[fx.Node]
+) -> list[ReplayedValue | None]:
     """A transfer between or within the meshes of these roles."""
     entries = {_transfer_of(r, n) for r, n in zip(roles, nodes, strict=True)}
     if len(entries) > 1:
         raise VerifyError("roles have different transfers of the same name", got="; ".join(sorted(map(str, entries))))
     (plan,) = entries
-    values = _given(roles, nodes)
+    values = _operand_of_roles(roles, nodes)
     for role, value in zip(roles, values, strict=True):
         if (value is not None) != plan.source.mesh.covers(role.devices):
             raise VerifyError(f"{role} pass {'a piece' if value is not None else 'nothing'}", expected=str(plan))
@@ -275,7 +279,7 @@ def _stuck(roles: Sequence[RoleReplay]) -> VerifyError:
 # beginning and end
 
 
-def _check_devices(known: Known, roles: Sequence[RoleReplay]) -> None:
+def _check_devices(known: SharedFacts, roles: Sequence[RoleReplay]) -> None:
     if other := next((r for r in roles if r.rank.meshes != roles[0].rank.meshes), None):
         got, expected = ("; ".join(map(str, r.rank.meshes)) for r in (other, roles[0]))
         raise VerifyError(
@@ -294,7 +298,7 @@ def _check_devices(known: Known, roles: Sequence[RoleReplay]) -> None:
                 raise VerifyError("some devices of a role have values that others lack", where=str(role), got=str(mesh))
 
 
-def _check_inputs(known: Known, role: RoleReplay) -> None:
+def _check_inputs(known: SharedFacts, role: RoleReplay) -> None:
     sources = {(i.kind, i.name): n for n, i in known.placed.sources.items()}
     for node, item, layout in zip(role.rank.placeholders, role.rank.inputs, role.rank.layouts, strict=True):
         source, mark = sources.get((item.kind, item.name)), known.meaning(node)
@@ -307,7 +311,7 @@ def _check_inputs(known: Known, role: RoleReplay) -> None:
             )
 
 
-def _check_outputs(known: Known, role: RoleReplay) -> None:
+def _check_outputs(known: SharedFacts, role: RoleReplay) -> None:
     """Every output of the role's meshes, in its layout; lasting values in the layout in which the next step takes
     them."""
     values = known.placed.results
@@ -330,7 +334,7 @@ def _check_outputs(known: Known, role: RoleReplay) -> None:
             )
 
 
-def _check_all_ran(known: Known, role: RoleReplay) -> None:
+def _check_all_ran(known: SharedFacts, role: RoleReplay) -> None:
     for node in known.placed.graph.nodes:
         if node.op != "call_function" or node.target is ops.move or node in role.ran:
             continue

@@ -35,7 +35,7 @@ def infer(
         raise VerifyError(
             "operands are on different meshes", got=f"{elsewhere[0]} on {elsewhere[0].mesh}", expected=str(mesh)
         )
-    cuts, passed = _cuts(rule, operands), _passed(rule, operands)
+    cuts, passed = _cuts(rule, operands), _passing_sums(rule, operands)
     known = {f for dims in rule.operands for dim in dims for f in dim}
     for dims, layout in zip(rule.results, placed_results, strict=False):
         free = {} if layout is None else _dim_cuts(rule, dims, layout)
@@ -133,7 +133,7 @@ def _dim_cuts(rule: Rule, dims: Dims, layout: Layout) -> Cuts:
     return cuts
 
 
-def _passed(rule: Rule, operands: Sequence[Placed]) -> dict[str, str]:
+def _passing_sums(rule: Rule, operands: Sequence[Placed]) -> dict[str, str]:
     """Axis -> reduce op of the partial values that pass, each in a linear mode of the rule."""
     passed: dict[str, str] = {}
     for axis in dict.fromkeys(a for _, layout in operands for a in layout.partial_axes):

@@ -85,12 +85,12 @@ class Numbers:
         return np.broadcast_to(np.asarray(self.get(value)), len(self.devices))
 
 
-def concatenated(parts: Sequence[tuple[Numbers, Any]]) -> Any:
+def concatenate_roles(parts: Sequence[tuple[Numbers, Any]]) -> Any:
     """An argument of a communication from all its roles: text and plain numbers, which must be equal, or a value per
     device."""
     values = [value for _, value in parts]
     if isinstance(values[0], (list, tuple)):
-        return [concatenated([(n, v[i]) for n, v in parts]) for i in range(len(values[0]))]
+        return [concatenate_roles([(n, v[i]) for n, v in parts]) for i in range(len(values[0]))]
     if any(isinstance(v, fx.Node) for v in values) or len(set(values)) > 1:
         return np.concatenate([numbers.wide(v) for numbers, v in parts])
     return values[0]

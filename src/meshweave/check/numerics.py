@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.check.runs import Compiler, Eager, Exact, RunRecord, Training, Updates, shaken
+from meshweave.check.runs import Compiler, Eager, Exact, RunRecord, Training, Updates, run_perturbed
 from meshweave.errors import MeshweaveError
 from meshweave.interop.process_groups import is_in_job
 from meshweave.ir.mesh import Mesh
@@ -177,7 +177,7 @@ def check_numerics(
     @cache
     def truth() -> RunRecord:
         progress("rounding")
-        return exact.record or shaken(training)
+        return exact.record or run_perturbed(training)
 
     errors = [
         *_compare("mesh", "one device", on_mesh, single, bounds, _Rounding(truth, (single, eager))),
@@ -285,7 +285,7 @@ def _compare(
                 yield replace(base, problem=f"missing in the run on {run if got is None else reference}")
             continue
         gap = _difference(base, got, want, floors.get(_family(kind, name), 0.0))
-        yield gap if gap.ok or gap.problem or rounding is None else _excused(gap, got, want, rounding)
+        yield gap if gap.ok or gap.problem or rounding is None else _tolerances(gap, got, want, rounding)
 
 
 def _family(kind: str, name: str) -> tuple[str, str]:
@@ -344,7 +344,7 @@ class _Rounding:
         return float((value.double() - true.double()).abs().max())
 
 
-def _excused(error: TensorError, got: Tensor, want: Tensor, rounding: _Rounding) -> TensorError:
+def _tolerances(error: TensorError, got: Tensor, want: Tensor, rounding: _Rounding) -> TensorError:
     key = error.kind, error.name
     own = rounding.of(key, got)
     if own is None:

@@ -57,7 +57,7 @@ class Several:
     layouts: tuple[Layout | None, ...]
 
 
-class Known:
+class SharedFacts:
     """What the roles share: the meaning of every name, and what has been proven. Equal steps (the twins of repeated
     layers) are proven once, so that depth costs next to nothing."""
 
@@ -118,7 +118,7 @@ class RoleReplay:
     """The progress of a role through its graph: the states of its values, and the meeting that it has reached."""
 
     rank: RankGraph
-    known: Known
+    known: SharedFacts
     devices: tuple[int, ...] = ()
     states: dict[fx.Node, Any] = field(default_factory=dict)
     at: fx.Node | None = None
@@ -153,7 +153,7 @@ class RoleReplay:
     def settle(self, node: fx.Node, state: Any) -> None:
         """Store this role's result of a meeting."""
         try:
-            self.states[node] = self._settled(state, self.known.meaning(node))
+            self.states[node] = self._prove_value(state, self.known.meaning(node))
         except VerifyError as error:
             raise self.at_node(node, error) from error
 
@@ -212,16 +212,16 @@ class RoleReplay:
         if node.op == "placeholder":
             assert mark is not None, "inputs are checked earlier"
             source = self.known.roots[mark]
-            return self._settled(self.in_layout(source, source.meta["layout"]), mark)
+            return self._prove_value(self.in_layout(source, source.meta["layout"]), mark)
         if node.target is WAIT and operands == [None]:
             return None  # this role has sent it, and does not receive it
         if any(v is None for v in operands):
             raise VerifyError("uses a value that only other devices receive")
         if mark is None or node.target in MOVES_ONLY or _is_form(mark, self.known.roots[mark], operands):
-            return self._settled(self._moved(node, operands), mark)
-        return self._settled(self._computed(node, self.known.roots[mark]), mark)
+            return self._prove_value(self._moved(node, operands), mark)
+        return self._prove_value(self._computed(node, self.known.roots[mark]), mark)
 
-    def _settled(self, state: Any, mark: fx.Node | None) -> Any:
+    def _prove_value(self, state: Any, mark: fx.Node | None) -> Any:
         """A marked value is exactly the placed graph's value, which is proven here."""
         if mark is None:
             return state

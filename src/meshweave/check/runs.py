@@ -78,7 +78,7 @@ class Training:
             return model.double(), optimizer
 
         recipe = replace(self.recipe, autocast=None)
-        return replace(self, make_model=make_model, batches=lambda i: widened(self.batches(i)), recipe=recipe)
+        return replace(self, make_model=make_model, batches=lambda i: in_float64(self.batches(i)), recipe=recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
 
 
-def widened(batch: Any) -> Any:
+def in_float64(batch: Any) -> Any:
     """The batch with floating-point tensors in float64."""
     wide = lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
     return pytree.tree_map(wide, batch)
@@ -268,7 +268,7 @@ class Exact:
             return Exact(None, f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def shaken(training: Training) -> RunRecord:
+def run_perturbed(training: Training) -> RunRecord:
     """The eager run from parameters that are changed by a unit in the last place: what this changes, rounding changes,
     too."""
     model, optimizer = training.make_model()

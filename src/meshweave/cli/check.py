@@ -10,7 +10,7 @@ from torch import nn
 
 from meshweave.capture.batch import Batch, call_model
 from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, check_numerics
-from meshweave.check.runs import CHECK_STEPS, Recipe, Training, widened
+from meshweave.check.runs import CHECK_STEPS, Recipe, Training, in_float64
 from meshweave.cli.command import option
 from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen
@@ -45,7 +45,9 @@ def check(screen: Screen, job: CheckOptions) -> int:
     def compiler(model: nn.Module, optimizer: torch.optim.Optimizer, on: Mesh, planned: Plan | None) -> TrainStep:
         is_wide = any(p.dtype == torch.float64 for p in model.parameters())
         job_options, batch = (
-            (replace(job, dtype="float64", param_dtype=None), widened(source.batch)) if is_wide else (job, source.batch)
+            (replace(job, dtype="float64", param_dtype=None), in_float64(source.batch))
+            if is_wide
+            else (job, source.batch)
         )
         fresh = replace(source, model=model, batch=batch)
         program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)

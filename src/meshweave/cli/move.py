@@ -11,7 +11,7 @@ from rich.table import Table
 
 from meshweave.cli.command import Options, argument, option
 from meshweave.cli.costs import parse_costs
-from meshweave.cli.screen import Screen, picked
+from meshweave.cli.screen import Screen, attributes_of
 from meshweave.errors import MeshweaveError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -54,17 +54,17 @@ def _show(screen: Screen, plan: MovePlan, shape: tuple[int, ...], dtype: str) ->
         source=str(plan.source),
         target=str(plan.target),
         **_cost(plan),
-        **picked(plan, "kind", "lower_bound_seconds", "numerics"),
+        **attributes_of(plan, "kind", "lower_bound_seconds", "numerics"),
     )
     return 0
 
 
 def _cost(plan: MovePlan) -> dict[str, Any]:
     steps = [
-        {"text": str(s), "target": str(s.target), **picked(s, "kind", "axes", "bytes_received", "seconds")}
+        {"text": str(s), "target": str(s.target), **attributes_of(s, "kind", "axes", "bytes_received", "seconds")}
         for s in plan.steps
     ]
-    return {"steps": steps, **picked(plan, "seconds", "bytes_received", "peak_bytes")}
+    return {"steps": steps, **attributes_of(plan, "seconds", "bytes_received", "peak_bytes")}
 
 
 def _steps_table(plan: MovePlan) -> Table:

@@ -12,7 +12,7 @@ from torch import fx
 from meshweave import whatif
 from meshweave.cli.command import option
 from meshweave.cli.job import MachineOptions, MeshStepOptions, compiled_unrun
-from meshweave.cli.screen import Screen, picked
+from meshweave.cli.screen import Screen, attributes_of
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import origin_of
@@ -83,8 +83,8 @@ def _explain(screen: Screen, program: Program, simulation: Simulation, why: str)
     rows: list[dict[str, Any]] = []
     for span in sorted(chosen, key=lambda s: -s.exposed_seconds) if not why else chosen:
         merged = {"merged": _modules_of(parts[span.name])} if span.name in parts else {}
-        reasons = [picked(reason, "kind", "seconds", "text") for reason in span.reasons]
-        rows.append({**picked(span, *_SHOWN), "reasons": reasons, **merged})
+        reasons = [attributes_of(reason, "kind", "seconds", "text") for reason in span.reasons]
+        rows.append({**attributes_of(span, *_SHOWN), "reasons": reasons, **merged})
     for row in rows if why else rows[:20]:
         screen.say(
             f"[bold]{escape(row['name'])}[/] {row['op']} over {row['group']} in {row['phase']} {escape(row['module'])} "

@@ -53,7 +53,7 @@ class Screen:
             sys.stdout.flush()
 
 
-def picked(record: object, *names: str) -> dict[str, Any]:
+def attributes_of(record: object, *names: str) -> dict[str, Any]:
     """These attributes, for a JSON object."""
     return {name: getattr(record, name) for name in names}
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 from meshweave import whatif
 from meshweave.cli.command import option
 from meshweave.cli.job import MachineOptions, parse_bytes
-from meshweave.cli.screen import Screen, check_outputs, picked, write_text
+from meshweave.cli.screen import Screen, attributes_of, check_outputs, write_text
 from meshweave.cost.simulate.buckets import OF_BLOCKS
 from meshweave.cost.simulate.pipelines import Pipeline
 from meshweave.cost.simulate.result import Simulation
@@ -155,15 +155,18 @@ def _gain_row(program: Program, before: Simulation, after: Simulation) -> dict[s
         "exposed_before": before.exposed_seconds,
         "exposed_seconds": after.exposed_seconds,
         "roles": [
-            picked(r, "seconds_before", "seconds", "bound_seconds", "peak_before", "peak_bytes", "cap_bytes")
+            attributes_of(r, "seconds_before", "seconds", "bound_seconds", "peak_before", "peak_bytes", "cap_bytes")
             | {"num_merged": sum(len(m.names) for m in r.merges if m.is_taken), "notes": list(r.notes)}
             for r in program.overlap
         ],
-        "variants": [picked(variant, "name", "seconds", "reason") for variant in program.optimized.variants],
-        "kept": [picked(report, "num_kept", "num_repeated", "kept_bytes") for report in program.optimized.keeps],
+        "variants": [attributes_of(variant, "name", "seconds", "reason") for variant in program.optimized.variants],
+        "kept": [attributes_of(report, "num_kept", "num_repeated", "kept_bytes") for report in program.optimized.keeps],
         "taken": program.optimized.name,
         "taken_apart": [
-            {"way": row.scheme, **picked(row, "name", "op", "group", "num_steps", "is_taken", "reason", "numerics")}
+            {
+                "way": row.scheme,
+                **attributes_of(row, "name", "op", "group", "num_steps", "is_taken", "reason", "numerics"),
+            }
             for report in program.optimized.rings
             for row in report.rows
         ],

@@ -74,7 +74,7 @@ class Lowered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class _CopyNeeds:
     """A copy, the tasks that it needs and the tasks that need it."""
 
     copy: ChannelCopy
@@ -106,7 +106,7 @@ def lower(
         for at, wait, node, args in calls[role]:
             channel = (*_channel(node), *_members(roles[role], node, device))
             matches.add(channel, device, Start(base + at, base + wait, node, (device,), args))
-    planned: dict[Channel, list[_Planned]] = {}
+    planned: dict[Channel, list[_CopyNeeds]] = {}
     for channel, numbered in matches.table.items():
         if channel[0] == "group":
             matches.check(channel, {device: (device,) for device in channel[2:]})
@@ -144,7 +144,7 @@ def lower_roles(roles: Sequence[RankGraph]) -> Lowered:
             matches.add(channels[number, key], number, start)
         streams.append(tuple(range(total, total + len(row))))
         total += len(row)
-    planned: list[list[_Planned]] = []
+    planned: list[list[_CopyNeeds]] = []
     for channel, numbered in matches.table.items():
         matches.check(channel, _roles_of(channel, roles))
         planned.append([_rendezvous(channel, starts) for starts in numbered])
@@ -216,13 +216,13 @@ def _run(role: RankGraph) -> list[fx.Node]:
     return [n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
 
 
-def _collective(channel: Channel, starts: dict[int, Start]) -> _Planned:
+def _collective(channel: Channel, starts: dict[int, Start]) -> _CopyNeeds:
     members = [starts[device] for device in channel[2:]]
     tasks, waits = tuple(s.task for s in members), tuple(s.wait for s in members)
-    return _Planned(ChannelCopy(members[0].node.target, channel[1], members[0].args, tasks, waits), tasks, waits)
+    return _CopyNeeds(ChannelCopy(members[0].node.target, channel[1], members[0].args, tasks, waits), tasks, waits)
 
 
-def _receive_task(key: str, entry: Transfer, receiver: int, starts: dict[int, Start]) -> _Planned:
+def _receive_task(key: str, entry: Transfer, receiver: int, starts: dict[int, Start]) -> _CopyNeeds:
     """The copy to a device of a transfer's target, which reads from its senders."""
     messages = entry.routes.received_by(receiver)
     own = starts[receiver]
@@ -230,12 +230,12 @@ def _receive_task(key: str, entry: Transfer, receiver: int, starts: dict[int, St
     sources = tuple(starts[m.sender].task for m in messages)
     copy = ChannelCopy(transfer, key, (), sources, (own.wait,), messages)
     joined = tuple(dict.fromkeys([own, *senders]))
-    return _Planned(copy, tuple(s.task for s in joined), tuple(s.wait for s in joined))
+    return _CopyNeeds(copy, tuple(s.task for s in joined), tuple(s.wait for s in joined))
 
 
-def _rendezvous(channel: Channel, starts: dict[int, Start]) -> _Planned:
+def _rendezvous(channel: Channel, starts: dict[int, Start]) -> _CopyNeeds:
     first, tasks = next(iter(starts.values())), tuple(s.task for s in starts.values())
-    return _Planned(
+    return _CopyNeeds(
         ChannelCopy(first.node.target, channel[1]), tasks, tuple(s.wait for s in starts.values() if s.wait >= 0)
     )
 
@@ -245,7 +245,7 @@ def _assemble(
     nodes: tuple[tuple[fx.Node, ...], ...],
     streams: list[tuple[int, ...]],
     parts: list[int],
-    channels: Sequence[Sequence[_Planned]],
+    channels: Sequence[Sequence[_CopyNeeds]],
 ) -> Lowered:
     """The schedule of the owners' streams followed by a stream per channel."""
     needs: list[list[int]] = [[] for _ in parts]

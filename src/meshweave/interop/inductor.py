@@ -82,11 +82,11 @@ def compile_graph(
         compiled: Any = compile_fx_inner(traced, inputs, is_inference=True)
     if device.type == "cpu":
         return compiled  # type: ignore[no-any-return]
-    return _Shaped(compiled, tuple(tuple(x.meta["val"].shape) for x in output.args[0]))
+    return _WithTracedShapes(compiled, tuple(tuple(x.meta["val"].shape) for x in output.args[0]))
 
 
 @dataclass(frozen=True, slots=True)
-class _Shaped:
+class _WithTracedShapes:
     """A compiled function whose results get the shapes of the traced results: torch 2.11 drops the dims of size 1 of a
     sum over rows that it fuses with a sum over columns (torch/_inductor/codegen/simd.py, mended in 2.13)."""
 

@@ -46,7 +46,7 @@ class _Read(Inference):
     def results(self, node: fx.Node) -> Values:
         value = node.meta.get("val")
         if value is None:
-            return _undescribed(node)
+            return _check_described(node)
         if not any(isinstance(x, torch.Tensor) for x in _leaves(value)):
             return NOTHING
         if node.target is operator.getitem and (items := self.item(node)):
@@ -110,7 +110,7 @@ def values_of(graph: fx.Graph) -> dict[fx.Node, Values]:
     return _Read().run(graph)
 
 
-def _undescribed(node: fx.Node) -> Values:
+def _check_described(node: fx.Node) -> Values:
     if node.op in ("placeholder", "get_attr") or "val" in node.meta or not node.users:
         return NOTHING
     if "val" not in node.meta and not is_operator(node.target):
@@ -166,7 +166,7 @@ def val_of_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], l
     if target is WAIT:
         return args[0].meta["val"]
     with without_data():
-        return _dressed(_called(target, args, kwargs, {}), like)
+        return _with_description(_called(target, args, kwargs, {}), like)
 
 
 @contextmanager
@@ -181,7 +181,7 @@ def describe(node: fx.Node, like: Any, bare: dict[fx.Node, Any]) -> None:
     nodes."""
     bare[node] = _called(node.target, node.args, node.kwargs, bare)
     is_wait = node.target is WAIT
-    node.meta["val"] = node.all_input_nodes[0].meta["val"] if is_wait else _dressed(bare[node], like)
+    node.meta["val"] = node.all_input_nodes[0].meta["val"] if is_wait else _with_description(bare[node], like)
 
 
 def _called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bare: dict[fx.Node, Any]) -> Any:
@@ -217,10 +217,10 @@ def _bare(x: Any) -> Any:
     return meta_like(x) if isinstance(x, torch.Tensor) else x
 
 
-def _dressed(value: Any, like: Any) -> Any:
+def _with_description(value: Any, like: Any) -> Any:
     if isinstance(value, (list, tuple)):
         likes = like if isinstance(like, (list, tuple)) else [like] * len(value)
-        return type(value)(_dressed(item, other) for item, other in zip(value, likes, strict=True))
+        return type(value)(_with_description(item, other) for item, other in zip(value, likes, strict=True))
     if isinstance(like, (list, tuple)):
         like = next(item for item in like if isinstance(item, torch.Tensor))
     return fake_like(value, like) if isinstance(value, torch.Tensor) else value

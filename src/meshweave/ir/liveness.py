@@ -70,7 +70,7 @@ def role_liveness(role: RankGraph) -> RoleLiveness:
         for x in values[node]:
             begin.setdefault(x.storage, at)
             sizes.setdefault(x.storage, x.storage_bytes)
-        for x in _used(node, values):
+        for x in _storages_in_use(node, values):
             if end.get(x.storage, 0) < never:
                 end[x.storage] = at + 1
     for node in prepared_values(role.graph):  # by the first microbatch
@@ -81,7 +81,7 @@ def role_liveness(role: RankGraph) -> RoleLiveness:
     return RoleLiveness(values, {s: (begin[s], end[s], size) for s, size in sizes.items()}, never)
 
 
-def _used(node: fx.Node, values: dict[fx.Node, tuple[Value, ...]]) -> list[Value]:
+def _storages_in_use(node: fx.Node, values: dict[fx.Node, tuple[Value, ...]]) -> list[Value]:
     """The operands and results of a node; for a wait also the operand of its communication."""
     inputs = list(node.all_input_nodes)
     inputs += [n for start in inputs if start.target in STARTS for n in start.all_input_nodes]

@@ -16,12 +16,12 @@ from torch import Tensor
 _WORD = 1 << 64
 
 
-def _signed(value: int) -> int:
+def _as_signed(value: int) -> int:
     return value - _WORD if value >= _WORD >> 1 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_GOLDEN = _as_signed(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = _as_signed(0xBF58476D1CE4E5B9), _as_signed(0x94D049BB133111EB)
 _MIX_32 = 0x7FEB352D  # of lowbias32 (C. Wellons, Prospecting for Hash Functions, 2018)
 
 # Words of `chance` that are mixed at a time: 256 KiB and as much again fit in a core's cache. The fastest of 2**13,
@@ -48,7 +48,7 @@ def _mix_number(x: int) -> int:
     x %= _WORD
     x = (x ^ (x >> 30)) * _MIX_1 % _WORD
     x = (x ^ (x >> 27)) * _MIX_2 % _WORD
-    return _signed(x ^ (x >> 31))
+    return _as_signed(x ^ (x >> 31))
 
 
 def _key(step: Tensor, draw: tuple[int, int]) -> Tensor | int:

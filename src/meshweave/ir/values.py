@@ -225,7 +225,7 @@ def _evaluated(call: _Call) -> tuple[_Result, ...]:
 
 def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> tuple[_Result, ...]:
     """The results of an op on operands without data."""
-    call = _Call(node.target, (_frozen(args), _frozen(kwargs)), args, kwargs)
+    call = _Call(node.target, (_hashable(args), _hashable(kwargs)), args, kwargs)
     is_lasting = not is_operator(node.target) or node.target.namespace in _LASTING
     evaluated = _evaluated if is_lasting else _evaluated.__wrapped__
     try:
@@ -358,9 +358,9 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _frozen(value: Any) -> Any:
+def _hashable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(item) for item in value)
+        return tuple(_hashable(item) for item in value)
     if isinstance(value, dict):
-        return tuple((name, _frozen(item)) for name, item in value.items())
+        return tuple((name, _hashable(item)) for name, item in value.items())
     return (type(value), value) if isinstance(value, (bool, int, float)) else value

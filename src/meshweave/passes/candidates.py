@@ -153,7 +153,7 @@ class ProgramSearch(Search[Branch[Q]], Generic[Q]):
                 continue
             candidate = self._after(branch.open, alternative)
             if candidate.program is branch.open.program and candidate.unfit is None:
-                branch = self._noted(branch, compared.name, candidate.reports[compared.name])
+                branch = self._with_reports(branch, compared.name, candidate.reports[compared.name])
                 continue
             before = min(each.seconds for each in (branch, *changed))
             changed.append(self._branch(candidate, at + 1, end))
@@ -166,7 +166,7 @@ class ProgramSearch(Search[Branch[Q]], Generic[Q]):
         without = Branch(opened, branch.finished, self.costs)
         return [without, *([min(changed, key=lambda each: each.seconds)] if changed else [])]
 
-    def _noted(self, branch: Branch[Q], of: str, reports: tuple[Report, ...]) -> Branch[Q]:
+    def _with_reports(self, branch: Branch[Q], of: str, reports: tuple[Report, ...]) -> Branch[Q]:
         """The branch with the reports of a pass that did not change it."""
         opened, finished = (
             replace(each, reports={**each.reports, of: reports}) for each in (branch.open, branch.finished)

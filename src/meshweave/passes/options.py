@@ -81,7 +81,7 @@ def _named(text: str) -> list[Pass[Any]]:
 def _pass(text: str) -> Pass[Any]:
     name, equals, value = text.partition("=")
     if ":" in name:
-        return _loaded(text)
+        return _load(text)
     kind = PASSES.get(name)
     if kind is None:
         raise MeshweaveError(
@@ -104,7 +104,7 @@ def _pass(text: str) -> Pass[Any]:
     return reads[name](number)
 
 
-def _loaded(text: str) -> Pass[Any]:
+def _load(text: str) -> Pass[Any]:
     """The pass of this name in a file or a module."""
     module, _, name = text.rpartition(":")
     path = Path(module)

@@ -172,7 +172,7 @@ def as_asked(rule: Rule, attention: str) -> Rule:
 def home(rule: Rule, index: int, operands: Sequence[Operand]) -> Layout | None:
     """The layout that result `index` is moved to right after the op: that of an operand."""
     at = rule.back[index] if rule.back else -1
-    return None if at < 0 else _resolved(operands[at].layouts[0]).without_owned()
+    return None if at < 0 else _resolve(operands[at].layouts[0]).without_owned()
 
 
 def homes(rule: Rule, results: Sequence[Spec | None], operands: Sequence[Operand]) -> dict[int, Layout]:
@@ -285,7 +285,7 @@ def cheapest(
         if wanted:
             cost += sum(price(option.results[0], layout, results[0]) for layout in wanted)
         else:
-            ends = [home(rule, i, operands) or _resolved(r) for i, r in enumerate(option.results)]
+            ends = [home(rule, i, operands) or _resolve(r) for i, r in enumerate(option.results)]
             cost += sum(price(*ways) for ways in zip(option.results, ends, results, strict=True) if ways[0] != ways[1])
         cost += _repeated_seconds(rule, option, mesh, results, rates)
         moved = sum(layout not in h.layouts for h, layout in zip(operands, option.operands, strict=True))
@@ -310,7 +310,7 @@ def _share(operand: Operand, layout: Layout, wanted: Layout) -> float:
     return 1.0 / max(operand.num_users, 1) if layout.partial and not wanted.partial else 1.0
 
 
-def _resolved(layout: Layout) -> Layout:
+def _resolve(layout: Layout) -> Layout:
     return Layout(layout.mesh, layout.dims, (), layout.owned)
 
 

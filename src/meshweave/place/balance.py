@@ -39,7 +39,7 @@ _NATURAL = frozenset[int]()
 _In = frozenset[int]  # the dims of a value that are in the new order
 
 
-def balanced(
+def balance_sequence(
     step: StepGraph, resolved: Resolved, mesh: Mesh, exchanges_heads: Callable[[], bool]
 ) -> tuple[StepGraph, str]:
     """The step with its sequence in head-tail order where the plan and the model allow it, and the outcome with its
@@ -207,11 +207,11 @@ class _BalanceWriter:
         """The value with exactly these of its dims in the new order."""
         known = self.versions[node]
         if dims not in known:
-            recomputed = self._recomputed(node, dims) if dims > self.usual[node] else None
-            known[dims] = recomputed if recomputed is not None else self._converted(node, dims)
+            recomputed = self._recompute(node, dims) if dims > self.usual[node] else None
+            known[dims] = recomputed if recomputed is not None else self._convert(node, dims)
         return known[dims]
 
-    def _recomputed(self, node: fx.Node, dims: _In) -> fx.Node | None:
+    def _recompute(self, node: fx.Node, dims: _In) -> fx.Node | None:
         """A value that depends only on positions, computed in the new order; None if that is expensive or
         impossible."""
         if node.target is aten.full.default:
@@ -230,7 +230,7 @@ class _BalanceWriter:
             return None
         return self._written(node, rule, factors)
 
-    def _converted(self, node: fx.Node, dims: _In) -> fx.Node:
+    def _convert(self, node: fx.Node, dims: _In) -> fx.Node:
         """The value, converted from the version that needs the fewest changes, its other dims in original order, the
         pinned version last."""
         known = self.versions[node]

@@ -206,13 +206,13 @@ def _without(layout: Layout, axis: str) -> Layout:
 
 def _replicate(layout: Layout, axis: str, dim: int) -> Layout:
     if axis in layout.partial_axes:
-        raise _misused("replicate", axis, layout, f"a value that is not partial over {axis}", "call reduction")
+        raise _misuse("replicate", axis, layout, f"a value that is not partial over {axis}", "call reduction")
     return _without(layout, axis)
 
 
 def _repartition(layout: Layout, axis: str, dim: int) -> Layout:
     if axis in layout.partial_axes:
-        raise _misused("repartition", axis, layout, f"a value that is not partial over {axis}", "call reduction first")
+        raise _misuse("repartition", axis, layout, f"a value that is not partial over {axis}", "call reduction first")
     if layout.dim_of(axis) == dim:
         return layout
     bare = _without(layout, axis)
@@ -223,14 +223,14 @@ def _repartition(layout: Layout, axis: str, dim: int) -> Layout:
 def _combine(layout: Layout, axis: str, dim: int) -> Layout:
     if layout.dim_of(axis) != dim:
         hint = "call reduction" if axis in layout.partial_axes else "combine undoes a repartition"
-        raise _misused("combine", axis, layout, f"dim {dim} cut over {axis}", hint)
+        raise _misuse("combine", axis, layout, f"dim {dim} cut over {axis}", hint)
     return _without(layout, axis)
 
 
 def _reduction(layout: Layout, axis: str, dim: int) -> Layout:
     if axis not in layout.partial_axes:
         hint = "call combine" if axis in layout.sharded_axes else "the value is not partial over it"
-        raise _misused("reduction", axis, layout, f"a value that is partial over {axis}", hint)
+        raise _misuse("reduction", axis, layout, f"a value that is partial over {axis}", hint)
     return replace(layout, partial=tuple(p for p in layout.partial if p[0] != axis))
 
 
@@ -242,7 +242,7 @@ _OPERATORS: dict[str, Callable[[Layout, str, int], Layout]] = {
 }
 
 
-def _misused(operator: str, axis: str, layout: Layout, expected: str, hint: str) -> LayoutError:
+def _misuse(operator: str, axis: str, layout: Layout, expected: str, hint: str) -> LayoutError:
     return LayoutError(
         f"{operator} over '{axis}' does not fit the value", got=str(layout), expected=expected, hint=hint
     )

@@ -53,7 +53,7 @@ def choose_tp(
     @cache  # the second round comes to candidates of the first
     def cost(styles: tuple[str, ...]) -> float:
         try:
-            placed = place_with(_styled(model, resolved, groups, styles, axis))
+            placed = place_with(_with_styles(model, resolved, groups, styles, axis))
         except LayoutError:  # operators in the model require what this candidate does not provide
             return inf
         moves = [n for n in placed.graph.nodes if n.target is ops.move]
@@ -62,10 +62,10 @@ def choose_tp(
     colwise = dict.fromkeys(range(len(groups)), "colwise")
     alternatives = dict.fromkeys(reversed(range(len(groups))), ("colwise", "rowwise"))
     styles = descend(colwise, alternatives, lambda styles: cost(tuple(styles.values())), rounds=2)
-    return _styled(model, resolved, groups, tuple(styles.values()), axis)
+    return _with_styles(model, resolved, groups, tuple(styles.values()), axis)
 
 
-def _styled(
+def _with_styles(
     model: nn.Module, resolved: Resolved, groups: Sequence[Twins], styles: Sequence[str], axis: str
 ) -> Resolved:
     """The plan with a style for each group."""

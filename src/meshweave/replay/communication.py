@@ -218,7 +218,7 @@ def _embed_part(holding: Holding, groups: Groups, dim: Any, before: Any, size: A
         raise VerifyError(
             "makes a value partial over an axis over which it is partial already", got=str(holding.pending)
         )
-    rows, where, (begin, whole) = holding.refined(before, size)
+    rows, where, (begin, whole) = holding.refine(before, size)
     length = rows.extent[:, dim : dim + 1]
     if (bad := (begin < 0) | (begin + length > whole))[:, 0].any():
         raise VerifyError(

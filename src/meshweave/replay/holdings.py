@@ -107,7 +107,7 @@ class Holding:
         """The first device with one of the `bad` rows."""
         return self.devices[int(np.argmax(bad[self.where]))]
 
-    def refined(self, *args: Any) -> tuple[Rows, Ints, list[Ints]]:
+    def refine(self, *args: Any) -> tuple[Rows, Ints, list[Ints]]:
         """(rows, where, args per row) such that devices that share a row have equal `args`. An argument is a number, or
         has an entry per device."""
         count = len(self.devices)
@@ -234,7 +234,7 @@ def _box(offset: Ints, size: Ints) -> str:
 
 def narrow(holding: Holding, dim: int, start: Any, size: Any) -> Holding:
     check_dim(holding, dim)
-    rows, where, (lo, length) = holding.refined(start, size)
+    rows, where, (lo, length) = holding.refine(start, size)
     if (bad := (lo < 0) | (length < 0) | (lo + length > rows.extent[:, dim : dim + 1]))[:, 0].any():
         _refuse(replace(holding, rows=rows, where=where), bad[:, 0], "cuts beyond the array")
     rows = _clip(rows, dim, lo, lo + length)
@@ -259,7 +259,7 @@ def pad(holding: Holding, amounts: Sequence[Any]) -> Holding:
     if len(amounts) % 2:
         raise VerifyError("pads a dim on one side only", got=f"{len(amounts)} amounts")
     check_dim(holding, holding.rows.extent.shape[1] - len(amounts) // 2)
-    rows, where, wide = holding.refined(*amounts)
+    rows, where, wide = holding.refine(*amounts)
     bad = np.any(np.concatenate([np.zeros((len(rows.extent), 1), np.int64), *wide], 1) < 0, axis=1)
     if bad.any():
         _refuse(replace(holding, rows=rows, where=where), bad, "pads by a negative amount")
@@ -277,7 +277,7 @@ def join_blocks(holding: Holding, sizes: Sequence[int], order: Sequence[int], di
     check_dim(holding, dim)
     place = _places(sizes, order)
     count = len(place)
-    rows, where, lengths = holding.refined(*([] if table is None else [np.asarray(table)[:, :, 1]]))
+    rows, where, lengths = holding.refine(*([] if table is None else [np.asarray(table)[:, :, 1]]))
     chunks = split(replace(holding, rows=rows, where=where), count)
     chunks = Rows(*(t[:, np.argsort(place)] for t in (chunks.extent, chunks.start, chunks.size, chunks.origin)))
     block = chunks.extent[:, 0]
@@ -300,7 +300,7 @@ def deal_blocks(
     check_dim(holding, dim)
     place = _places(sizes, order)
     count = len(place)
-    rows, where, args = holding.refined(block, *([] if table is None else [np.asarray(table)]))
+    rows, where, args = holding.refine(block, *([] if table is None else [np.asarray(table)]))
     room, reach = args[0], rows.extent[:, dim : dim + 1]
     if table is None:
         at, length = np.arange(count) * room, np.repeat(room, count, 1)

@@ -361,10 +361,10 @@ def _check_piece(path: Path, name: str, content: bytes) -> None:
     """A piece is a zip archive written by torch.save. torch.load does not compare its checksums; zipfile does."""
     with zipfile.ZipFile(BytesIO(content)) as archive:
         if archive.testzip() is not None:
-            raise _damaged(path, f"wrong checksum in {name}")
+            raise _damage(path, f"wrong checksum in {name}")
 
 
-def _damaged(path: Path, got: str) -> CheckpointError:
+def _damage(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
         "not a checkpoint of meshweave, or damaged", where=str(path), got=got, hint="use an earlier checkpoint"
     )
@@ -375,7 +375,7 @@ def _read_table(path: Path) -> dict[str, Any]:
         table = json.loads((path / TABLE).read_text(encoding="utf-8"))
         version, (_, _) = table["version"], (dict(table["info"]), table["checksums"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"{TABLE}: {type(error).__name__}: {error}") from error
+        raise _damage(path, f"{TABLE}: {type(error).__name__}: {error}") from error
     if version not in range(1, FORMAT_VERSION + 1):
         raise CheckpointError(
             "unknown format version of the checkpoint",
@@ -433,9 +433,9 @@ def _read_metadata(path: Path) -> Metadata:
     except MeshweaveError:
         raise
     except Exception as error:
-        raise _damaged(path, f"{METADATA}: {type(error).__name__}: {error}") from error
+        raise _damage(path, f"{METADATA}: {type(error).__name__}: {error}") from error
     if defect := _defect(path, metadata):
-        raise _damaged(path, defect)
+        raise _damage(path, defect)
     return metadata
 
 

@@ -36,7 +36,7 @@ _ENDED = (
 )
 
 
-def named(ranks: Sequence[int]) -> str:
+def names_of_ranks(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0, 1`: at most 16 ranks."""
     shown = ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
@@ -59,7 +59,7 @@ def different_calls(posted: Mapping[int, Mapping[int, str]], ended: Mapping[int,
             states.setdefault(calls.get(num, other), []).append(rank)
         return {
             "what": "a rank has ended its script while others go on" if is_left else "ranks make different calls",
-            "got": f"call {num} is " + "; ".join(f"{named(ranks)}: {text}" for text, ranks in states.items()),
+            "got": f"call {num} is " + "; ".join(f"{names_of_ranks(ranks)}: {text}" for text, ranks in states.items()),
             "hint": _ENDED if is_left else _DIFFERENT_CALLS,
             "rank": -1,
         }
@@ -204,12 +204,12 @@ class Hub:
             values = self._gathers.setdefault(name, {})
             values[link.rank] = value
             if len(values) == self.num_ranks:
-                self.tell(message("values", name, _grouped(self._gathers.pop(name))))
+                self.tell(message("values", name, _ranks_by_value(self._gathers.pop(name))))
         elif kind == "absent":
             name, seconds = parts
             absent = sorted({*range(self.num_ranks)} - {*self._gathers.get(name, range(self.num_ranks))})
             if absent:
-                self._declare(_absent(name, absent, seconds))
+                self._declare(_absence(name, absent, seconds))
         elif kind == "failed":
             self._declare(*parts)
         elif kind == "broken":
@@ -236,16 +236,16 @@ def _gone(rank: int) -> dict[str, Any]:
     return {"what": f"rank {rank} is gone", "got": "its process or its script has ended", "rank": rank}
 
 
-def _absent(name: str, ranks: Sequence[int], seconds: float) -> dict[str, Any]:
+def _absence(name: str, ranks: Sequence[int], seconds: float) -> dict[str, Any]:
     return {
-        "what": f"{named(ranks)} did not come to {name.partition(' ')[2]}",
+        "what": f"{names_of_ranks(ranks)} did not come to {name.partition(' ')[2]}",
         "got": f"nothing in {seconds:g} s",
         "hint": "a rank hangs, runs another script, or does not call mw.compile",
         "rank": -1,
     }
 
 
-def _grouped(values: Mapping[int, Any]) -> list[list[Any]]:
+def _ranks_by_value(values: Mapping[int, Any]) -> list[list[Any]]:
     """Each value once, with its ranks."""
     groups: dict[str, list[Any]] = {}
     for rank, value in values.items():

@@ -47,7 +47,7 @@ def materialize(model: nn.Module, seed: int, wanted: Iterable[str] | None = None
     missing = {name for name, x in tensors.items() if name in requested and x.is_meta}
     for owner in _owners(_on_meta(model)) if missing else ():
         if names := [name for name in owner.keys if name in missing]:
-            initial = _initialised(owner, names, seed)
+            initial = _initialise(owner, names, seed)
             yield from ((name, initial.pop(name)) for name in names)
 
 
@@ -82,7 +82,7 @@ def _chain(root: nn.Module, path: str) -> tuple[nn.Module, ...]:
     return tuple(chain)
 
 
-def _initialised(owner: _Owner, names: Sequence[str], seed: int) -> dict[str, Tensor]:
+def _initialise(owner: _Owner, names: Sequence[str], seed: int) -> dict[str, Tensor]:
     """Initial tensors of a module, by name. It is back on the meta device when this returns."""
     module = owner.chain[-1]
     module.to_empty(device="cpu", recurse=False)

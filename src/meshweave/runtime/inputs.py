@@ -103,9 +103,9 @@ def batch_piece(world: World, item: Input, box: Box, value: Tensor, accumulate: 
     Raises LayoutError for a tensor of another shape or dtype. `accumulate`: the microbatches of a step."""
     if value.dtype == item.spec.dtype:
         if tuple(value.shape) == item.spec.shape:
-            return uploaded(value[box.slices()], world.device)
+            return upload(value[box.slices()], world.device)
         if world.is_distributed and tuple(value.shape) == box.size:
-            return uploaded(value, world.device)
+            return upload(value, world.device)
     parts = f" in each of {accumulate} microbatches" if accumulate > 1 else ""
     if world.is_distributed and box.size != item.spec.shape:
         parts = f" (or {list(box.size)}: this rank's own rows){parts}"
@@ -118,7 +118,7 @@ def batch_piece(world: World, item: Input, box: Box, value: Tensor, accumulate: 
     )
 
 
-def uploaded(x: Tensor, device: torch.device) -> Tensor:
+def upload(x: Tensor, device: torch.device) -> Tensor:
     """x on a device; x itself if it is there. The host does not wait for a copy to a GPU, but continues to launch
     kernels. The copy is of x's present values, whatever the caller writes later."""
     if device.type != "cuda" or x.device.type != "cpu":
@@ -132,5 +132,5 @@ def numbers_on(device: torch.device, numbers: Mapping[str, float], dtype: torch.
     if device.type != "cuda":
         return {name: torch.tensor(value, dtype=dtype, device=device) for name, value in numbers.items()}
     values = [[value] * _STRIDE for value in numbers.values()]
-    packed = uploaded(torch.tensor(values, dtype=dtype).view(-1, _STRIDE), device)
+    packed = upload(torch.tensor(values, dtype=dtype).view(-1, _STRIDE), device)
     return dict(zip(numbers, packed[:, 0].unbind(), strict=True))

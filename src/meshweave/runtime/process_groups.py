@@ -132,9 +132,9 @@ class ClusterCommunicator:
         x = dense(operand)
         if self._is_long(op, group, x):
             is_free = (is_owned or x is not operand) and is_unshared(x)
-            return self._begun(lambda: self._two_rounds(group, x, args, is_free))
+            return self._begin(lambda: self._two_rounds(group, x, args, is_free))
         begin = (NATIVE if self.is_native else MOVED)[op]
-        return self._begun(lambda: begin(group, x, args))
+        return self._begin(lambda: begin(group, x, args))
 
     def _is_long(self, op: Any, group: Group, x: Tensor) -> bool:
         """Whether an all-reduce takes two rounds; a small operand is gathered."""
@@ -174,7 +174,7 @@ class ClusterCommunicator:
         what it lacks of its piece of the target. Every receive is posted before anything is waited for."""
         self.num_started += 1
         self.check()
-        return self._begun(lambda: self._send(entry, operand, tag))
+        return self._begin(lambda: self._send(entry, operand, tag))
 
     def _send(self, entry: Transfer, operand: Tensor | None, tag: int) -> Pending:
         routes, shape = entry.routes, entry.spec.shape
@@ -219,7 +219,7 @@ class ClusterCommunicator:
         if group.process_group is None:
             return operand
         self.check()
-        return self._begun(lambda: self._pass_on(group, dense(operand), receivers))
+        return self._begin(lambda: self._pass_on(group, dense(operand), receivers))
 
     def _pass_on(self, group: Group, x: Tensor, receivers: tuple[int, ...]) -> Pending:
         own = group.own
@@ -246,11 +246,11 @@ class ClusterCommunicator:
         self.check()
         x = dense(x)
         work = lambda: dist.broadcast(bytes_of(x), source, async_op=True)  # noqa: E731
-        return self.wait(self._begun(lambda: Pending((work(),), (x,), lambda: x)))
+        return self.wait(self._begin(lambda: Pending((work(),), (x,), lambda: x)))
 
     def wait(self, started: Any) -> Any:
         """The finished value of a start. Raises StepError, within seconds, when a peer has failed."""
-        return self._finished(started) if isinstance(started, Pending) else started
+        return self._finish(started) if isinstance(started, Pending) else started
 
     def drain(self) -> None:
         """Wait for everything that was started."""
@@ -275,7 +275,7 @@ class ClusterCommunicator:
         self.open.clear()
         self._background.join(_RELEASED)
 
-    def _begun(self, begin: Callable[[], Pending]) -> Pending:
+    def _begin(self, begin: Callable[[], Pending]) -> Pending:
         try:
             pending = begin()
         except RuntimeError as error:
@@ -285,7 +285,7 @@ class ClusterCommunicator:
             self.recorder.begun(pending.works)
         return pending
 
-    def _finished(self, pending: Pending) -> Tensor | None:
+    def _finish(self, pending: Pending) -> Tensor | None:
         if not pending.is_done:
             for work in pending.works:
                 self._await(work)

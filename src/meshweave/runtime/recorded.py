@@ -38,7 +38,7 @@ _NOTES = logging.getLogger("meshweave")
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class FixedInput:
     """The value of an input that stays where it is, by its slot."""
 
     slot: int
@@ -216,7 +216,7 @@ class RecordedPasses:
             _copy([memory for _, memory in recording.copies], [env[slot] for slot, _ in recording.copies])
         recording.replay()
         for slot, value in recording.results:
-            env[slot] = self._fixed[value.slot] if type(value) is Fixed else value
+            env[slot] = self._fixed[value.slot] if type(value) is FixedInput else value
         for slot in recording.frees:
             env[slot] = None
 
@@ -239,7 +239,7 @@ class RecordedPasses:
         """Record a block, and replay it. RecordingFailed leaves the environment as it was."""
         sources = self._copied(block, env)
         places: dict[int, Place] = {}
-        before = {slot: self._unowned(env[slot]) if slot in self._own else env[slot] for slot in block.reads}
+        before = {slot: self._is_unowned(env[slot]) if slot in self._own else env[slot] for slot in block.reads}
 
         def run() -> None:
             for slot, source in sources.items():
@@ -266,12 +266,12 @@ class RecordedPasses:
     def _result(self, value: Any) -> Any:
         """A value of a recording as every replay returns it."""
         if id(value) in self._slot_of:
-            return Fixed(self._slot_of[id(value)])
+            return FixedInput(self._slot_of[id(value)])
         if not all(self.graphs.is_here(x) for x in tree_leaves(value) if isinstance(x, Tensor)):
             raise RecordingFailed("a result is in the memory of the host")
-        return self._unowned(value)
+        return self._is_unowned(value)
 
-    def _unowned(self, value: Any) -> Any:
+    def _is_unowned(self, value: Any) -> Any:
         return tree_map_only(Tensor, lambda x: self.graphs.at(Place.of(x)), value)
 
     # the update

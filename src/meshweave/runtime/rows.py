@@ -21,7 +21,7 @@ from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
 from meshweave.place.resolve import batch_axes
 from meshweave.runtime.fingerprint import fingerprint
-from meshweave.runtime.hub import named
+from meshweave.runtime.hub import names_of_ranks
 from meshweave.runtime.together import join
 
 BATCHES = ("global", "local")
@@ -107,7 +107,7 @@ class RowsCheck:
         if others := [rank for rank in self.ranks if answers[rank][0] != answers[first][0]]:
             raise StepError(
                 "ranks have different settings of the optimizer",
-                where=named(others),
+                where=names_of_ranks(others),
                 got="other numbers in optimizer.param_groups than on the first rank",
                 hint="schedule by values that are equal on all ranks: step numbers, or a metric reduced over the ranks",
             )
@@ -162,7 +162,7 @@ class RowsCheck:
         ]
         return LayoutError(
             "ranks pass batches of different sizes",
-            where=f"entry '{name}', {named(others)}",
+            where=f"entry '{name}', {names_of_ranks(others)}",
             got=f"{got[0]} on rank {other}, {got[1]} on rank {first}",
             expected="one shape and dtype on every rank",
             hint=hint,
@@ -172,7 +172,7 @@ class RowsCheck:
 def _other_values(name: str, others: Sequence[int], first: int, expected: str, hint: str) -> StepError:
     return StepError(
         "ranks pass different values of the batch",
-        where=f"entry '{name}', {named(others)}",
+        where=f"entry '{name}', {names_of_ranks(others)}",
         got=f"other values than on rank {first}",
         expected=expected,
         hint=hint,

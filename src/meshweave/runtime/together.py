@@ -25,7 +25,7 @@ from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.cluster import init_from_env, shutdown
 from meshweave.runtime.fingerprint import fingerprint, is_comparable
-from meshweave.runtime.hub import named
+from meshweave.runtime.hub import names_of_ranks
 from meshweave.runtime.watch import watch_of_job
 
 _SHOWN = 300  # the most characters of a line that an error shows
@@ -88,7 +88,7 @@ def _difference(topic: str, others: Sequence[int], expected: str, got: str) -> M
     first, other = next(((a, b) for a, b in zip(want, have, strict=False) if a != b), longer)
     return MeshweaveError(
         f"ranks compile with another {topic}: they would not train one model",
-        where=named(others),
+        where=names_of_ranks(others),
         got=f"{other[:_SHOWN]}, on rank {others[0]}",
         expected=f"{first[:_SHOWN]}, as on rank 0",
         hint="every rank runs the same script with the same arguments; only the rows of the batch depend on the rank",

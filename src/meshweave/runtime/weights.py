@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshweave.errors import MeshweaveError
 from meshweave.runtime.fingerprint import fingerprint, is_comparable
-from meshweave.runtime.hub import named
+from meshweave.runtime.hub import names_of_ranks
 
 WAYS = ("broadcast", "error")
 
@@ -39,7 +39,7 @@ def align_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None, wor
     if on_different == "error":
         raise MeshweaveError(
             "ranks have different weights",
-            where=named(others),
+            where=names_of_ranks(others),
             got=f"{got}, on rank {others[0]}",
             expected="the same model on every rank",
             hint="seed every rank equally, load the same checkpoint, or leave on_different_weights at 'broadcast'",
@@ -49,8 +49,8 @@ def align_weights(model: nn.Module, optimizer: torch.optim.Optimizer | None, wor
             value.copy_(world.broadcast(value))
     if world.rank == 0:
         warnings.warn(
-            f"meshweave: {named(others)} had other weights than the first rank, whose weights are now used on all "
-            f"({got}); on_different_weights='error' raises instead",
+            f"meshweave: {names_of_ranks(others)} had other weights than the first rank, whose weights are now used on "
+            f"all ({got}); on_different_weights='error' raises instead",
             stacklevel=3,
         )
 

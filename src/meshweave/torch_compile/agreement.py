@@ -23,7 +23,7 @@ from meshweave.interop.process_groups import default_store, is_in_job, ranks_of_
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import argument, op_name, place_of
 from meshweave.optimize.overlap.prices import CostNumbers
-from meshweave.runtime.hub import named
+from meshweave.runtime.hub import names_of_ranks
 
 TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
 NOTE_SECONDS = 30.0  # of waiting after which a rank says so
@@ -69,7 +69,7 @@ class Agreement:
             if differing:
                 raise MeshweaveError(
                     "ranks have different options",
-                    where=named(differing),
+                    where=names_of_ranks(differing),
                     got=f"{answers[differing[0]][1]} on rank {differing[0]}",
                     expected=f"{settings}, as on rank {lead}",
                     hint="decide on one rank and broadcast: costs may differ between ranks, options may not",
@@ -81,7 +81,7 @@ class Agreement:
         if differing:
             raise GraphsDifferError(
                 "ranks compile different graphs: their communications may not meet",
-                where=named(differing),
+                where=names_of_ranks(differing),
                 got=f"graph {fingerprints[0]} on rank {differing[0]}",
                 expected=f"the graph of rank {lead}",
                 hint="if ranks run different graphs (stages of a pipeline), pass ranks=, those with this graph",
@@ -119,14 +119,14 @@ class Agreement:
             else:
                 self.store.set(f"{key}/{self.rank}", json.dumps(own_answer))
                 if self._missing(key, ["verdict"], 2 * self.timeout_seconds):
-                    raise self._absent(self.ranks[:1], 2 * self.timeout_seconds)
+                    raise self._absence(self.ranks[:1], 2 * self.timeout_seconds)
                 verdict = json.loads(self.store.get(f"{key}/verdict"))
         except RuntimeError as error:  # what stores raise if their server is gone
             raise MeshweaveError(
                 "the store of torch.distributed cannot be reached",
                 where=f"rank {self.rank}",
                 got=str(error).splitlines()[0],
-                expected=f"an answer from {named(self.ranks)}",
+                expected=f"an answer from {names_of_ranks(self.ranks)}",
                 hint="the process that serves it, usually that of rank 0, has ended: see its log",
             ) from error
         if "error" in verdict:
@@ -143,7 +143,7 @@ class Agreement:
         try:
             missing = self._missing(key, [str(rank) for rank in others], self.timeout_seconds)
             if missing:
-                raise self._absent([int(rank) for rank in missing], self.timeout_seconds)
+                raise self._absence([int(rank) for rank in missing], self.timeout_seconds)
             answers = {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in others}
             mine = {self.ranks[0]: json.loads(json.dumps(own_answer))}
             return {"said": judge(mine | answers)}
@@ -164,12 +164,12 @@ class Agreement:
             pause = min(1.5 * pause, _LOOK_SECONDS)
         return []
 
-    def _absent(self, ranks: Sequence[int], seconds: float) -> MeshweaveError:
+    def _absence(self, ranks: Sequence[int], seconds: float) -> MeshweaveError:
         return MeshweaveError(
             f"ranks did not come to {_PURPOSE}",
-            where=named(ranks),
+            where=names_of_ranks(ranks),
             got=f"nothing in {seconds:g} s",
-            expected=f"{named(self.ranks)} compiling the same graphs in the same order",
+            expected=f"{names_of_ranks(self.ranks)} compiling the same graphs in the same order",
             hint="a rank has failed, compiles other graphs (pass ranks=), has this graph for another shape already "
             "(torch.compile(dynamic=True)), or needs longer (pass timeout_seconds=)",
         )
@@ -182,7 +182,7 @@ def _judge_order(answers: Mapping[int, Any], lead: int) -> None:
         rank = differing[0]
         raise MeshweaveError(
             "ranks would communicate in different orders, which can deadlock",
-            where=named(differing),
+            where=names_of_ranks(differing),
             got=f"order {answers[rank][0]} of {answers[rank][1]} starts and waits on rank {rank}",
             expected=f"order {digest} of {count}, as on rank {lead}",
             hint="the same figures must give the same order: do all ranks have the same versions of meshweave and "
@@ -199,7 +199,7 @@ def _judge_order(answers: Mapping[int, Any], lead: int) -> None:
                 where=f"rank {rank}, group {i} in order of appearance",
                 got=f"ranks {members}" + ("" if other is None else f"; on rank {other} it is {answers[other][2][i]}"),
                 expected="a group that each of its members has at this place",
-                hint=f"{named(outside)} did not agree: add them to ranks=" if outside else "",
+                hint=f"{names_of_ranks(outside)} did not agree: add them to ranks=" if outside else "",
             )
 
 
@@ -236,7 +236,7 @@ def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], l
     for node in graph.nodes:
         row = collective_of(node) if node.op == "call_function" else None
         if node.target is WAIT:
-            events.append(f"wait {_waited(node, begun)}")
+            events.append(f"wait {_event_of(node, begun)}")
         elif row is not None and row.is_ordered:
             raise MeshweaveError(
                 "messages between two ranks are not matched by order, so their order cannot be proven",
@@ -256,7 +256,7 @@ def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], l
     return events, list(channels.values()), blocks
 
 
-def _waited(wait: fx.Node, begun: Mapping[fx.Node, int]) -> str:
+def _event_of(wait: fx.Node, begun: Mapping[fx.Node, int]) -> str:
     """The communication of a wait, through views and earlier waits: the event that began it, or the input that an
     earlier graph began."""
     node = wait.args[0]

@@ -129,6 +129,6 @@ def inductor_pass(**options: Unpack[BackendOptions]) -> AbstractContextManager[N
     An earlier installed pass runs before it. Inductor's own reordering is off, and everything is restored when the
     context ends. Of nested contexts the innermost applies.
     """
-    from meshweave.torch_compile.inductor import installed
+    from meshweave.torch_compile.inductor import install_pass
 
-    return installed(settings(**options))
+    return install_pass(settings(**options))

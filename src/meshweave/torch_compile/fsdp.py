@@ -29,7 +29,7 @@ from meshweave.ir.traits import CASTS
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredForm:
     """How a parameter is transformed to its module's form: `shape` on this rank, `before` the mesh and placements that
     it had as a DTensor."""
 
@@ -48,7 +48,7 @@ class _Stored:
         return self.gathered(stored)
 
     def gathered(self, stored: DTensor) -> Tensor:
-        local = _Averaged.apply(stored.to_local(), self.mesh.size())
+        local = _AverageGradient.apply(stored.to_local(), self.mesh.size())
         if self.dtype is not None:
             local = local.to(self.dtype)
         sharded = DTensor.from_local(
@@ -58,7 +58,7 @@ class _Stored:
         return whole if self.before is None else DTensor.from_local(whole, *self.before, run_check=False)
 
 
-class _Averaged(torch.autograd.Function):
+class _AverageGradient(torch.autograd.Function):
     """The identity, whose gradient, a sum over ranks, is divided by their number (Gloo has no averaging reduction)."""
 
     @staticmethod
@@ -104,7 +104,7 @@ def shard_in_graph(
             got=f"a mesh of {mesh.ndim} dims, {mesh.mesh_dim_names or tuple(mesh.shape)}",
             expected="a single dim of it, as mesh['dp']",
         )
-    sharded: dict[nn.Parameter, tuple[nn.Parameter, _Stored]] = {}
+    sharded: dict[nn.Parameter, tuple[nn.Parameter, _StoredForm]] = {}
     for part in list(module.modules()):
         own = {name: p for name, p in part.named_parameters(recurse=False) if name not in _ways(part)}
         for p in own.values():
@@ -120,18 +120,18 @@ def shard_in_graph(
     return module
 
 
-def _ways(part: nn.Module) -> Mapping[str, _Stored]:
+def _ways(part: nn.Module) -> Mapping[str, _StoredForm]:
     return getattr(type(part), "meshweave_in_graph", {})
 
 
-def _read(part: nn.Module, name: str, stored_form: _Stored) -> Tensor | None:
+def _read(part: nn.Module, name: str, stored_form: _StoredForm) -> Tensor | None:
     stored = own_parameters(part)[name]
     return None if stored is None else stored_form.used(stored)  # type: ignore[arg-type]
 
 
 def _stored(
     p: nn.Parameter, mesh: DeviceMesh, reshard: bool, dtype: torch.dtype | None
-) -> tuple[nn.Parameter, _Stored]:
+) -> tuple[nn.Parameter, _StoredForm]:
     """The sharded parameter and the way back to `p`."""
     local: Any = p.detach()
     local = (local.to_local() if isinstance(p, DTensor) else local).contiguous()
@@ -147,4 +147,6 @@ def _stored(
             sharded.to_local(), both, placements, run_check=False, shape=p.shape, stride=p.stride()
         )
         before = (p.device_mesh, tuple(p.placements))
-    return nn.Parameter(sharded, p.requires_grad), _Stored(mesh, local.shape, local.stride(), before, reshard, dtype)
+    return nn.Parameter(sharded, p.requires_grad), _StoredForm(
+        mesh, local.shape, local.stride(), before, reshard, dtype
+    )

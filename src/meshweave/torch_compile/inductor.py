@@ -235,7 +235,7 @@ def _others(installed_passes: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def installed(settings: BackendSettings) -> Iterator[None]:
+def install_pass(settings: BackendSettings) -> Iterator[None]:
     """Inductor with meshweave's pass for code that is compiled in this thread meanwhile, forward and backward.
 
     Backward graphs are compiled with their forward graphs: on a GPU autograd would compile them in another thread,

@@ -73,7 +73,7 @@ class BackendSettings:
         passes = tuple(graph_pass for graph_pass in self.passes if graph_pass.scope == scope)
         if not passes or not _communicates(graph):
             return False
-        cost, notes = self._priced(graph)
+        cost, notes = self._costs_with_notes(graph)
         agreement = self._agreement(graph)
         # compilers run under the fake mode of the graph, and meshweave creates tensors too
         with unset_fake_temporarily():
@@ -131,7 +131,7 @@ class BackendSettings:
             next((graph_pass for graph_pass in self.passes if isinstance(graph_pass, Overlap)), OverlapOptions()),
         )
 
-    def _priced(self, graph: fx.Graph) -> tuple[Cost, tuple[str, ...]]:
+    def _costs_with_notes(self, graph: fx.Graph) -> tuple[Cost, tuple[str, ...]]:
         """The costs, and the notes on them."""
         if self.cost is not None:
             return self.cost, self.notes

@@ -109,9 +109,9 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool
     is_first = dist.get_rank() == 0
     with entry.lock() if is_first else nullcontext():
         with world.guard():
-            text, trouble = _gathered(_kept(entry) if is_first else ("", ""))[0]
+            text, trouble = _gathered(_cached_profile(entry) if is_first else ("", ""))[0]
         if text:
-            profile = _parsed(text)
+            profile = _parse(text)
             drifts = _drifts(profile, world)
             wrong = [name for name, drift in drifts.items() if not _LEAST_DRIFTS[name] <= drift <= _MOST_DRIFT]
             if not wrong:
@@ -120,19 +120,19 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool
         return _measured(world, entry, trouble, progress)
 
 
-def _kept(entry: CacheEntry) -> tuple[str, str]:
+def _cached_profile(entry: CacheEntry) -> tuple[str, str]:
     """The TOML of a cached profile, and what is wrong with it; both empty if there is none."""
     data, trouble = entry.read()
     text = data.decode(errors="replace")
     try:
         if text:
-            _parsed(text)
+            _parse(text)
     except MeshweaveError as error:
         return "", f"{entry.path} is not a profile of this version ({error.what})"
     return text, trouble
 
 
-def _parsed(text: str) -> MachineProfile:
+def _parse(text: str) -> MachineProfile:
     return parse_profile(text, "the profile of this machine")
 
 
@@ -155,7 +155,7 @@ def _measured(world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Ca
     text = outcomes[0][0]
     with world.guard():
         kept = _gathered(entry.write(text.encode()) if dist.get_rank() == 0 else "")[0] or f"cached in {entry.path}"
-    return ChosenCosts(_parsed(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
+    return ChosenCosts(_parse(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
 
 
 def _drifts(profile: MachineProfile, world: ClusterWorld) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from meshweave.cost.calibrate.links import Contention, MeasuredGroup, MeasuredLink
-from meshweave.cost.calibrate.ops import Measured
+from meshweave.cost.calibrate.ops import Measurement
 from meshweave.cost.hardware.fitted import along
 from meshweave.cost.hardware.load import parse_profile
 from meshweave.cost.hardware.profile import MachineProfile
@@ -41,7 +41,7 @@ class MachineFacts:
 class Measurements:
     """All measurements. `contentions` are by level of links."""
 
-    ops: tuple[Measured, ...]
+    ops: tuple[Measurement, ...]
     links: tuple[MeasuredLink, ...] = ()
     contentions: tuple[Contention, ...] = ()
 
@@ -117,7 +117,7 @@ def _body(machine: MachineFacts, figures: Measurements) -> str:
     return "\n".join(parts)
 
 
-def _memory_tables(samples: Sequence[tuple[MemoryWork, Measured]]) -> Iterable[str]:
+def _memory_tables(samples: Sequence[tuple[MemoryWork, Measurement]]) -> Iterable[str]:
     for kind in KINDS:
         rows = [(float(work.bytes), sample.seconds, sample.weight) for work, sample in samples if work.kind == kind]
         if rows:

@@ -43,7 +43,7 @@ class OpCase:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """`work` took `seconds`, including the executor's overhead."""
 
     label: str
@@ -175,7 +175,7 @@ class Peers:
 ALONE = Peers(lambda: None, list, list)
 
 
-def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peers: Peers) -> list[Measured]:
+def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peers: Peers) -> list[Measurement]:
     """Typical seconds of each case. Repetitions of all cases take turns, so that a disturbance affects few of each;
     with peers, all of them run the same case at the same time, and the mean over them counts."""
     began, firsts = time.perf_counter(), []
@@ -196,6 +196,6 @@ def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peer
                 durations.append(block.sample())
     seconds = peers.mean([typical(durations) for durations in samples])
     return [
-        Measured(block.case.label, block.work, seconds_per_run, block.case.is_held_out, block.case.weight)
+        Measurement(block.case.label, block.work, seconds_per_run, block.case.is_held_out, block.case.weight)
         for block, seconds_per_run in zip(blocks, seconds, strict=True)
     ]

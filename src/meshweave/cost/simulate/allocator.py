@@ -74,7 +74,7 @@ class CachingAllocator:
         pool = self._pools.setdefault((stream, is_small), _BlockPool())
         block = pool.best(size)
         if block is None and self.is_expandable:
-            block = self._grown(pool, size, _SMALL_SEGMENT if is_small else _LARGE_SEGMENT)
+            block = self._grow(pool, size, _SMALL_SEGMENT if is_small else _LARGE_SEGMENT)
         elif block is None:
             self.reserved += _segment_size(size)
             block = self._new_segment(_segment_size(size))
@@ -96,7 +96,7 @@ class CachingAllocator:
         self._segments += 1
         return _Block(self._segments, 0, size)
 
-    def _grown(self, pool: _BlockPool, size: int, chunk: int) -> _Block:
+    def _grow(self, pool: _BlockPool, size: int, chunk: int) -> _Block:
         """A free block of at least `size` at the end of the pool's segment, which grows by whole chunks."""
         block, last = pool.last, pool.last
         if last is None:

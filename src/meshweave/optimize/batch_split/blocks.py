@@ -19,7 +19,7 @@ from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import CASTS
 from meshweave.ir.verify import verify_step
 from meshweave.optimize.batch_split.captured import described, has_experts
-from meshweave.optimize.batch_split.orders import Counted, Sorted
+from meshweave.optimize.batch_split.orders import HistogramChunks, SortedChunks
 from meshweave.optimize.batch_split.regions import Regions, regions
 from meshweave.optimize.batch_split.row_rules import fits
 from meshweave.optimize.decompose.cut import FIXED, Cut
@@ -60,9 +60,9 @@ def _in_contiguous_blocks(graph: fx.Graph, seeds: Mapping[fx.Node, Cut]) -> Regi
 
 
 def _why_whole(cut: Cut) -> str:
-    if isinstance(cut, Counted) and cut.of is not None and not spec_of(cut.of).is_integer:
+    if isinstance(cut, HistogramChunks) and cut.of is not None and not spec_of(cut.of).is_integer:
         return "it counts numbers that may not be integers"
-    is_scattered = isinstance(cut, (Sorted, Counted)) and cut.outer > 1
+    is_scattered = isinstance(cut, (SortedChunks, HistogramChunks)) and cut.outer > 1
     return "the rows of a block do not follow each other" if is_scattered else ""
 
 
@@ -79,7 +79,7 @@ class _BlockWriter:
 
     def run(self) -> fx.Graph:
         for node in self.old.nodes:
-            is_count = isinstance(self.cut(node), Counted)
+            is_count = isinstance(self.cut(node), HistogramChunks)
             table = _OF_COUNTS if is_count else _OF_ROWS
             write = table.get(node.target) if node in self.chunked.rules else None
             new = write(self, node) if write is not None else None
@@ -135,7 +135,7 @@ def _places(writer: _BlockWriter, node: fx.Node) -> fx.Node | None:
     """The index along dim 0, if it consists of positions of rows of the same block."""
     at = row_index(node)
     cut = writer.cut(at) if at is not None else None
-    return writer.value(at) if at is not None and isinstance(cut, Sorted) and cut.into is not None else None
+    return writer.value(at) if at is not None and isinstance(cut, SortedChunks) and cut.into is not None else None
 
 
 def _histogram(writer: _BlockWriter, node: fx.Node) -> fx.Node:

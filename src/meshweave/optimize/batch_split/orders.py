@@ -57,7 +57,7 @@ Order = fx.Node | None  # the sort that has produced the order, or the order of 
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted(Cut):
+class SortedChunks(Cut):
     """Chunk c has the rows of `Cut`, in the order of `order`; the whole value has them sorted among all. With `into`
     the values are positions of rows: (their order, how many rows all chunks have)."""
 
@@ -70,7 +70,7 @@ class Sorted(Cut):
 
 
 @dataclass(frozen=True, slots=True)
-class Counted(Cut):
+class HistogramChunks(Cut):
     """Chunk c has its own value of the whole shape, and the whole value is the sum of all: how often each number occurs
     in the chunk's rows of the value `of`, or how often that and lesser numbers do."""
 
@@ -89,7 +89,7 @@ Plain = Callable[[fx.Node, End, Cut], RowRule]
 
 def needs_chunks(cut: Cut | None) -> bool:
     """Whether chunks of this kind cannot be cut out of a whole value."""
-    return isinstance(cut, (Sorted, Counted))
+    return isinstance(cut, (SortedChunks, HistogramChunks))
 
 
 def rule_in_order(node: fx.Node, end: End, cut: Cut, plain: Plain) -> RowRule:
@@ -98,9 +98,9 @@ def rule_in_order(node: fx.Node, end: End, cut: Cut, plain: Plain) -> RowRule:
     rule = find(node, end, cut) if find is not None else None
     if rule is not None:
         return rule
-    if isinstance(cut, Counted):
+    if isinstance(cut, HistogramChunks):
         raise NoCut("counts of the rows of a chunk are used as those of all")
-    if not isinstance(cut, Sorted):
+    if not isinstance(cut, SortedChunks):
         return plain(node, end, cut)
     if cut.into is not None and (node.target not in _SAME_VALUES or not spec_of(node).is_integer):
         raise NoCut("positions of rows are used as numbers")
@@ -116,8 +116,8 @@ def rule_in_order(node: fx.Node, end: End, cut: Cut, plain: Plain) -> RowRule:
     )
 
 
-def _sorted_as(like: Sorted, cut: Cut) -> Cut:
-    return Sorted(cut.dim, cut.outer, cut.count, like.order, like.into)
+def _sorted_as(like: SortedChunks, cut: Cut) -> Cut:
+    return SortedChunks(cut.dim, cut.outer, cut.count, like.order, like.into)
 
 
 def _keeps_rows(node: fx.Node, rule: RowRule) -> bool:
@@ -131,11 +131,11 @@ def _keeps_rows(node: fx.Node, rule: RowRule) -> bool:
 def _rows(like: Cut, order: Order, into: tuple[Order, int] | None = None) -> Cut:
     """Rows along dim 0, cut like others, in another order."""
     plain = order is None and into is None
-    return Cut(0, like.outer, like.count) if plain else Sorted(0, like.outer, like.count, order, into)
+    return Cut(0, like.outer, like.count) if plain else SortedChunks(0, like.outer, like.count, order, into)
 
 
 def _order_of(cut: Cut) -> Order:
-    return cut.order if isinstance(cut, Sorted) else None
+    return cut.order if isinstance(cut, SortedChunks) else None
 
 
 # sorts, and positions of rows
@@ -147,8 +147,8 @@ def _sort(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
         return None
     if end.is_result:
         raise NoCut("it sorts all rows")
-    size, order, into = spec_of(x).shape[0], _order_of(cut), cut.into if isinstance(cut, Sorted) else None
-    if isinstance(cut, Counted):
+    size, order, into = spec_of(x).shape[0], _order_of(cut), cut.into if isinstance(cut, SortedChunks) else None
+    if isinstance(cut, HistogramChunks):
         raise NoCut("it sorts counts")
     if into is None:
         return RowRule((cut,), (_rows(cut, node), _rows(cut, node, (order, size))))
@@ -159,7 +159,7 @@ def _sort(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 def _quotient(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     """The rows that each consist of k consecutive positions."""
-    if not isinstance(cut, Sorted) or cut.into is None:
+    if not isinstance(cut, SortedChunks) or cut.into is None:
         return None
     order, size = cut.into
     by, is_floor = node.args[1], node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode")
@@ -173,7 +173,7 @@ def _quotient(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 def _lookup(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     """Rows of a table: of a whole table at sorted numbers, or of a table in chunks at positions of its rows."""
     at = row_index(node)
-    if at is None or end.is_result or tensor_inputs(node)[end.index] is not at or not isinstance(cut, Sorted):
+    if at is None or end.is_result or tensor_inputs(node)[end.index] is not at or not isinstance(cut, SortedChunks):
         return None
     table, result = tensor_inputs(node)[0], _rows(cut, cut.order)
     if table is at:
@@ -189,7 +189,7 @@ def _lookup(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 def _put(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     """Rows that are added, or written, at positions of the rows of a chunk."""
     at, args = row_index(node), node.args
-    if at is None or not isinstance(cut, Sorted) or end.is_result or tensor_inputs(node)[end.index] is not at:
+    if at is None or not isinstance(cut, SortedChunks) or end.is_result or tensor_inputs(node)[end.index] is not at:
         return None
     if cut.into is None:
         return None
@@ -207,7 +207,7 @@ def _put(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 def _numbers(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     """Positions of rows, in order."""
-    if not isinstance(cut, Sorted):
+    if not isinstance(cut, SortedChunks):
         return None
     size = spec_of(node).shape[0]
     if cut.into != (cut.order, size) or not _counts_up(node, size):
@@ -250,13 +250,13 @@ def _counts(node: fx.Node, ids: Any, end: End, cut: Cut) -> RowRule | None:
         raise NoCut("it counts rows")
     if spec_of(node).dtype not in _EXACT:
         raise NoCut("its counts are rounded")
-    if isinstance(cut, Counted) or cut.dim or (isinstance(cut, Sorted) and cut.into is not None):
+    if isinstance(cut, HistogramChunks) or cut.dim or (isinstance(cut, SortedChunks) and cut.into is not None):
         return None
-    return RowRule((cut,), (Counted(0, cut.outer, cut.count, numbers_of(ids)),))
+    return RowRule((cut,), (HistogramChunks(0, cut.outer, cut.count, numbers_of(ids)),))
 
 
 def _running(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
-    if not isinstance(cut, Counted):
+    if not isinstance(cut, HistogramChunks):
         return None
     if end.is_result or cut.is_running or len(spec_of(node).shape) != 1:
         raise NoCut("counts of the rows of a chunk are used as those of all")
@@ -266,7 +266,7 @@ def _running(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
 
 
 def _same_counts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
-    is_exact = isinstance(cut, Counted) and not end.is_result and spec_of(node).dtype in _EXACT
+    is_exact = isinstance(cut, HistogramChunks) and not end.is_result and spec_of(node).dtype in _EXACT
     return RowRule((cut,), (cut,)) if is_exact else None
 
 
@@ -316,14 +316,14 @@ def _of_experts(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
     rows = (0, 1) if sums else (0,)
     if (end.is_result and sums) or (not end.is_result and end.index not in rows) or cut.dim:
         raise NoCut("expert ops can be cut only along their rows")
-    if not isinstance(cut, Sorted) or cut.order is None or cut.into is not None:
+    if not isinstance(cut, SortedChunks) or cut.order is None or cut.into is not None:
         raise NoCut("its rows are not sorted by expert in every chunk")
     ids = numbers_of(cut.order.args[0])
     args: Any = ids.args
     is_index = ids.target is operator.getitem and args[1] == 1 and args[0].target in _INDICES
     if is_descending(cut.order) or not (is_index or ids.target is aten.argmax.default):
         raise NoCut("its rows may belong to no expert: their sort key may be negative, or descending")
-    ends = Counted(0, cut.outer, cut.count, ids, True)
+    ends = HistogramChunks(0, cut.outer, cut.count, ids, True)
     return RowRule((cut, cut, ends), ("sum",)) if sums else RowRule((cut, None, ends), (cut,))
 
 

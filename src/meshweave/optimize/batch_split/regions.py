@@ -18,7 +18,7 @@ from meshweave.ir.collectives import TABLE, WAIT
 from meshweave.ir.graph import Spec, tensor_inputs
 from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import MATMULS
-from meshweave.optimize.batch_split.orders import Counted, End, RowRule, Sorted, needs_chunks
+from meshweave.optimize.batch_split.orders import End, HistogramChunks, RowRule, SortedChunks, needs_chunks
 from meshweave.optimize.batch_split.row_rules import ATTENTION, fits, rule_of, specs_of
 from meshweave.optimize.decompose.cut import FIXED, Cut, NoCut
 
@@ -74,7 +74,7 @@ def _needed_whole(graph: fx.Graph, settled: Regions) -> dict[fx.Node, str]:
     sorts: dict[fx.Node, str] = {}
     for node in graph.nodes:
         for operand in node.all_input_nodes if node not in settled.rules and node not in settled.cuts else ():
-            if isinstance(cut := settled.cuts.get(operand), Sorted):
+            if isinstance(cut := settled.cuts.get(operand), SortedChunks):
                 reason = f"{node.name} needs all rows in order: {settled.refused.get(node, 'it is an output')}"
                 sorts |= {sort: reason for sort in cut.sorts if sort not in sorts}
     return sorts
@@ -203,7 +203,7 @@ def _fitting(node: fx.Node, rule: RowRule, cuts: Mapping[fx.Node, Cut]) -> RowRu
         raise NoCut("its communication is not in chunks")
     for operand, needed in operands:
         cut = cuts.get(operand)
-        if cut != needed and isinstance(needed, Counted):
+        if cut != needed and isinstance(needed, HistogramChunks):
             raise NoCut(f"{operand.name} does not have the ends of each expert's rows in this order")
         if cut is None and needs_chunks(needed):
             raise NoCut(f"{operand.name} is not sorted chunk by chunk")

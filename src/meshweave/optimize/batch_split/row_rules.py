@@ -81,7 +81,7 @@ LOCAL: Mapping[Any, Callable[[fx.Node, End, Cut], RowRule]] = {
 }
 
 
-def _swapped(node: fx.Node) -> Rule:
+def _swap(node: fx.Node) -> Rule:
     rank = len(spec_of(node).shape)
     build = RuleBuilder()
     dims = build.dims(spec_of(tensor_inputs(node)[0]).shape)
@@ -141,7 +141,7 @@ _SAME_SHAPE = (
 )
 RULES: Mapping[Any, RuleFunction] = {
     **dict.fromkeys(_SAME_SHAPE, pointwise),
-    **dict.fromkeys((aten.t.default, aten.transpose.int), _swapped),
+    **dict.fromkeys((aten.t.default, aten.transpose.int), _swap),
     **dict.fromkeys((aten.select.int, aten.unbind.int), _without),
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _parts),
     **dict.fromkeys((aten.mean.default, aten.mean.dim), partial(_reduced, op="avg")),

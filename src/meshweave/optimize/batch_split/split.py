@@ -221,7 +221,7 @@ def _most_communication(
     """The way to cut that has most collectives in chunks, the first of equals."""
     best: tuple[str, Regions] | None = None
     for dims in choices:
-        chosen = _chosen(graph, count, dims)
+        chosen = _best_cut(graph, count, dims)
         if chosen is not None and (best is None or chosen[1].num_collectives > best[1].num_collectives):
             best = chosen
         if best is not None and not any(node.target in COLLECTIVES for node in best[1].refused):
@@ -236,7 +236,7 @@ def _spec_of(val: Any) -> Any:
     return Spec(tuple(val.shape), val.dtype) if isinstance(val, torch.Tensor) and not is_symbolic(val) else None
 
 
-def _chosen(graph: fx.Graph, count: int, dims: Mapping[str, Dim] | None) -> tuple[str, Regions] | None:
+def _best_cut(graph: fx.Graph, count: int, dims: Mapping[str, Dim] | None) -> tuple[str, Regions] | None:
     """The cut that has the most multiplications in chunks; the first of equals."""
     total = sum(work_of(node) for node in graph.nodes)
     best: tuple[str, Regions] | None = None

@@ -15,7 +15,7 @@ from meshweave.ir.collectives import OURS
 from meshweave.ir.described import val_of_call
 from meshweave.ir.graph import Spec, map_nodes, op_name, tensor_inputs
 from meshweave.ir.traits import RESHAPES
-from meshweave.optimize.batch_split.orders import Counted, RowRule, Sorted
+from meshweave.optimize.batch_split.orders import HistogramChunks, RowRule, SortedChunks
 from meshweave.optimize.batch_split.regions import Regions, is_view
 from meshweave.optimize.batch_split.row_rules import PLAIN, PRODUCTS
 from meshweave.optimize.decompose.cut import Cut, memory_order
@@ -97,8 +97,8 @@ class RowWriter:
         if is_view(node) or _is_item_of_view(node):
             return self.keep(node)
         cut = self.regions.cuts[node]
-        assert not isinstance(cut, Sorted), f"{node.name} is in another order in every chunk"
-        is_sum = isinstance(cut, Counted)
+        assert not isinstance(cut, SortedChunks), f"{node.name} is in another order in every chunk"
+        is_sum = isinstance(cut, HistogramChunks)
         joined = self.together(node, self.chunks[node], "sum") if is_sum else self.join(node, self.chunks[node], cut)
         self.whole[node] = joined
         return joined

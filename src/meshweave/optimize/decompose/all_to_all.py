@@ -15,7 +15,7 @@ from meshweave.ir.rank import operands_of
 from meshweave.optimize.decompose.chains import Chunker, Downstream, Shapes, Upstream, cuttable
 from meshweave.optimize.decompose.cut import Cut, NoCut, kind_of
 from meshweave.optimize.decompose.emit import blocks_of, write_exchange
-from meshweave.optimize.decompose.find import earlier, needed
+from meshweave.optimize.decompose.find import cuts_to, earlier
 from meshweave.optimize.decompose.rewrite import Products, RingScheme, finish, inherit, wait_of
 from meshweave.optimize.decompose.writer import ChunkWriter, Number, Ring
 
@@ -40,7 +40,7 @@ def is_even(start: fx.Node) -> bool:
     return received == sent and len(set(received)) == 1  # type: ignore[arg-type]
 
 
-def exchanged(
+def region_after(
     start: fx.Node, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int], why: list[str]
 ) -> ExchangeRegion | None:
     """The region after an all-to-all; None, with a reason in `why`, if there is none with a matmul in it."""
@@ -51,10 +51,10 @@ def exchanged(
             continue
         if node.target is ALL_TO_ALL.op and node.args[3] == start.args[3] and is_even(node):
             returns += [node] if cuts[operands_of(node)[0]] == block else []
-        elif cut := _followed(node, cuts, shapes, why):
+        elif cut := _follow(node, cuts, shapes, why):
             cuts[node] = cut
     for back in returns:
-        region = ExchangeRegion(needed(Downstream(cuts), wait, [back]), back)
+        region = ExchangeRegion(cuts_to(Downstream(cuts), wait, [back]), back)
         late = [n for node in region.cuts if node is not wait for n in operands_of(node) if n not in region.cuts]
         late = [n for n in late if earlier(n, wait, order) is None]
         if late:
@@ -66,7 +66,7 @@ def exchanged(
     return None
 
 
-def _followed(node: fx.Node, cuts: Mapping[fx.Node, Cut], shapes: Shapes, why: list[str]) -> Cut | None:
+def _follow(node: fx.Node, cuts: Mapping[fx.Node, Cut], shapes: Shapes, why: list[str]) -> Cut | None:
     """The cut of a value computed from chunks; None if chunks do not give chunks."""
     kind = cuttable(node, [])
     if kind is None:

@@ -195,7 +195,7 @@ class _Site:
         node, write = self.node, self.write
         grad, q, _, _, bias, out, lse, *settings = node.args
         items = {user.args[1]: user for user in node.users}
-        ends = {i: self.scattered(items[i]) for i in (1, 2) if i in items}
+        ends = {i: self._scatter_wait(items[i]) for i in (1, 2) if i in items}
         if len(ends) < 2:
             raise _Left("only one of keys and values has a gradient")
         dtype = self.program.values[items[1]][0].dtype
@@ -274,7 +274,7 @@ class _Site:
             return bias
         return self.write.call(local_ops.take_chunk, bias, len(shape) - 1, 1, self.ring.size, number, like=self.node)
 
-    def scattered(self, gradient: fx.Node) -> fx.Node:
+    def _scatter_wait(self, gradient: fx.Node) -> fx.Node:
         """The wait of a gradient's reduce-scatter back to the owners of pieces."""
         node = gradient
         for target in (local_ops.deal_blocks, aten.contiguous.default, REDUCE_SCATTER.op, WAIT):

@@ -71,7 +71,7 @@ def after(wait: fx.Node, cut: Cut, shapes: Shapes, order: Mapping[fx.Node, int])
         if operand := _late(consumer, wait, chain, is_early):
             chain.why.append(late_text(operand, consumer))
             del chain.consumers[consumer]
-    chain.cuts = needed(chain, wait, chain.consumers)
+    chain.cuts = cuts_to(chain, wait, chain.consumers)
     return chain
 
 
@@ -84,11 +84,11 @@ def variants(chain: Downstream, wait: fx.Node, with_sums: bool) -> list[Downstre
     chains = []
     for count in range(len(ordered), 0, -1):
         kept: dict[fx.Node, Cut | Sum] = {node: chain.consumers[node] for node in ordered[:count]}
-        chains.append(Downstream(needed(chain, wait, kept), kept, list(chain.why)))
+        chains.append(Downstream(cuts_to(chain, wait, kept), kept, list(chain.why)))
     return chains
 
 
-def needed(chain: Downstream, wait: fx.Node, consumers: Iterable[fx.Node]) -> dict[fx.Node, Cut]:
+def cuts_to(chain: Downstream, wait: fx.Node, consumers: Iterable[fx.Node]) -> dict[fx.Node, Cut]:
     """The cuts on the path to these consumers, in order; the gathered value's first."""
     waiting, kept = list(consumers), {wait}
     while waiting:
@@ -102,7 +102,7 @@ def needed(chain: Downstream, wait: fx.Node, consumers: Iterable[fx.Node]) -> di
 def _late(consumer: fx.Node, wait: fx.Node, chain: Downstream, is_early: Callable[[fx.Node], bool]) -> fx.Node | None:
     """An operand, of the consumer or of the path to it, that is not available at the gather's wait and cannot be
     computed by then."""
-    on_way = [node for node in needed(chain, wait, [consumer]) if node is not wait]
+    on_way = [node for node in cuts_to(chain, wait, [consumer]) if node is not wait]
     for node in (*on_way, consumer):
         for operand in operands_of(node):
             if operand not in chain.cuts and not is_early(operand):
@@ -132,7 +132,7 @@ def earlier(node: fx.Node, anchor: fx.Node, order: Mapping[fx.Node, int]) -> lis
     return sorted(moved, key=order.__getitem__)
 
 
-def hoisted(chain: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
+def nodes_to_hoist(chain: Downstream, wait: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
     """Nodes after the wait that have to move before it."""
     seen: set[fx.Node] = set()
     for node in (*chain.consumers, *chain.cuts):

@@ -317,15 +317,15 @@ class _RingLowering:
         since a chain of additions would be another graph on each rank."""
         val = parts[0].meta["val"]
         if node.meta["ring"].kind == "sum":
-            total, *others = (self.converted(x, wide) for x in parts)
+            total, *others = (self.convert(x, wide) for x in parts)
             for part in others:
                 total = self.call(aten.add.Tensor, total, part)
         else:
             stacked = self.call(aten.cat.default, self.ordered(parts, indices))
             total = self.call(aten.sum.dim_IntList, self.viewed(stacked, (len(parts), *val.shape)), [0], dtype=wide)
-        return self.converted(total, val.dtype)
+        return self.convert(total, val.dtype)
 
-    def converted(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    def convert(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return x if x.meta["val"].dtype == dtype else self.call(convert, x, dtype)
 
     def join_blocks(self, node: fx.Node, x: fx.Node, sizes: Any, order: Any, dim: int, table: None) -> fx.Node:

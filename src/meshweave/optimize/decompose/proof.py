@@ -25,12 +25,12 @@ from meshweave.optimize.decompose.writer import Mark
 _Token = tuple[int, int]  # the device whose data it is, and the number of the chunk
 
 
-class _Graphed(Protocol):
+class _GraphRing(Protocol):
     @property
     def graph(self) -> fx.Graph: ...
 
 
-def prove_rings(role: _Graphed) -> int:
+def prove_rings(role: _GraphRing) -> int:
     """The number of rings in a graph, each proven. Raises VerifyError, with the node, for a wrong ring."""
     rings: dict[Mark, list[fx.Node]] = {}
     for node in role.graph.nodes:

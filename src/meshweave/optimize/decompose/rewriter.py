@@ -16,10 +16,16 @@ from meshweave.ir.device_program import DeviceProgram, rewrite_role
 from meshweave.ir.graph import erase_unused, origin_of, place_of, wide_dtype
 from meshweave.ir.rank import RankGraph, operands_of
 from meshweave.optimize.decompose.algorithms import DecomposeOptions, algorithm, prove
-from meshweave.optimize.decompose.all_to_all import ExchangeRegion, exchanged, is_even, rewrite_deal, rewrite_exchange
+from meshweave.optimize.decompose.all_to_all import (
+    ExchangeRegion,
+    is_even,
+    region_after,
+    rewrite_deal,
+    rewrite_exchange,
+)
 from meshweave.optimize.decompose.chains import Downstream, Shapes, Upstream
 from meshweave.optimize.decompose.cut import kind_of
-from meshweave.optimize.decompose.find import KINDS, after, gathered, hoisted, reduced, starts_of, variants
+from meshweave.optimize.decompose.find import KINDS, after, gathered, nodes_to_hoist, reduced, starts_of, variants
 from meshweave.optimize.decompose.price import (
     Estimate,
     Kernels,
@@ -179,7 +185,7 @@ class RingRewriter:
             steps = scheme.num_chunks if scheme.row is None else len(scheme.row.steps(ring.size))
             if scheme.row is not None:
                 prove(scheme.row, ring.size)
-            if kind == "all_to_all" and (region := exchanged(start, ring, self.shapes, order, why)):
+            if kind == "all_to_all" and (region := region_after(start, ring, self.shapes, order, why)):
                 yield RingChoice(scheme, region, steps, self.exchange_estimate(start, region, ring, scheme))
             if kind in ("all_gather", "all_to_all"):
                 chain = self.once(scheme.num_chunks, gathered, start, scheme, ring, self.shapes, order)
@@ -257,10 +263,10 @@ class RingRewriter:
         write.begin(ring, _RINGS[kind])
         if not isinstance(chain, Upstream):
             way_there = chain if isinstance(chain, Downstream) else Downstream(chain.cuts)
-            for node in list(hoisted(way_there, wait, order)):
+            for node in list(nodes_to_hoist(way_there, wait, order)):
                 wait.prepend(node)
         if isinstance(chain, ExchangeRegion):
-            self.returned[chain.back] = _returned(chain.back, start, ring, scheme)
+            self.returned[chain.back] = _results_of(chain.back, start, ring, scheme)
             rewrite_exchange(write, start, chain, ring, scheme, shapes)
         elif isinstance(chain, Downstream):
             rewrite_gather(write, start, chain, ring, scheme, shapes, wide)
@@ -271,10 +277,10 @@ class RingRewriter:
             begun = rewrite(write, start, chain, ring, scheme, shapes, wide)
             if begun is not None:
                 self.halves.append(begun)
-                self.located(begun, start, wait)
+                self.locate(begun, start, wait)
         return self.numerics(kind, scheme, chain, wide)
 
-    def located(self, begun: fx.Node, start: fx.Node, wait: fx.Node) -> None:
+    def locate(self, begun: fx.Node, start: fx.Node, wait: fx.Node) -> None:
         """For costs, a new collective is where the collective was that it comes from."""
         if self.prices is not None:
             order = self.prices.order
@@ -308,7 +314,7 @@ def described(row: RingRow, best: RingChoice) -> RingRow:
     return replace(row, seconds_before=best.estimate.before, seconds_after=best.estimate.after)
 
 
-def _returned(back: fx.Node, start: fx.Node, ring: Ring, scheme: RingScheme) -> RingRow:
+def _results_of(back: fx.Node, start: fx.Node, ring: Ring, scheme: RingScheme) -> RingRow:
     reason = f"{scheme}: it returns the chunks of {start.name}, each as soon as it is computed"
     row = RingRow(
         back.name, KINDS[back.target], ring.group, str(origin_of(back)), scheme=str(scheme), num_steps=ring.size
@@ -382,7 +388,7 @@ def share_gathers(program: DeviceProgram) -> tuple[Shared, ...]:
     for start in [node for node in program.graph.nodes if node.target is ALL_GATHER.op]:
         if start in lasting or program.refused(start):
             continue
-        kept = first.setdefault((_unviewed(start.args[0]), start.args[1:], origin_of(start).phase), start)
+        kept = first.setdefault((_base_text(start.args[0]), start.args[1:], origin_of(start).phase), start)
         if kept is start:
             continue
         wait, its = wait_of(start), wait_of(kept)
@@ -395,7 +401,7 @@ def share_gathers(program: DeviceProgram) -> tuple[Shared, ...]:
     return tuple(shared)
 
 
-def _unviewed(value: Any) -> Any:
+def _base_text(value: Any) -> Any:
     """A value as text, down to its first ancestor that is not a view."""
     if not isinstance(value, fx.Node):
         return str(value)
@@ -404,6 +410,6 @@ def _unviewed(value: Any) -> Any:
         return value
     return (
         value.target,
-        *map(_unviewed, value.args),
-        *((name, _unviewed(arg)) for name, arg in value.kwargs.items()),
+        *map(_base_text, value.args),
+        *((name, _base_text(arg)) for name, arg in value.kwargs.items()),
     )

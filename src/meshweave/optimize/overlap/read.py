@@ -88,7 +88,7 @@ class _GraphReader:
             if node.op in ("placeholder", "get_attr"):
                 self.owners.update(x.storage for x in self.reading.values[node])
             elif node.target is WAIT:
-                self.mutated |= self.arrived(node)
+                self.mutated |= self.storages_of_wait(node)
                 base = _base(node.args[0])
                 self.coming.update([base] if base.op in ("placeholder", "get_attr") else [])
             elif node.op == "call_function" and (written := self.written(node, self.op_of(node))):
@@ -187,7 +187,7 @@ class _GraphReader:
         operand = node.args[0] if node.args else None
         start = self.begun.get(operand) if isinstance(operand, fx.Node) else None
         if start is None and isinstance(operand, fx.Node) and self.is_landed(operand):
-            self.landed(node)
+            self.pass_free_wait(node)
             return
         if start is None:
             raise VerifyError(
@@ -213,7 +213,7 @@ class _GraphReader:
             operand = operand.all_input_nodes[0]
         return operand.target is WAIT or operand.op in ("placeholder", "get_attr")
 
-    def arrived(self, node: fx.Node) -> set[int]:
+    def storages_of_wait(self, node: fx.Node) -> set[int]:
         """The storages of inputs that become readable by a wait, unless other nodes read them: in that case it is
         placed like a view."""
         operand = node.args[0] if node.args else None
@@ -222,9 +222,9 @@ class _GraphReader:
         is_read = any(user.target is not WAIT for user in node.users)
         return {s for s in storages if self.owners[s] > (is_alone and is_read)}
 
-    def landed(self, node: fx.Node) -> None:
+    def pass_free_wait(self, node: fx.Node) -> None:
         """A wait that costs nothing. If other nodes read its input, they keep their side of it."""
-        storages = self.arrived(node) & self.mutated
+        storages = self.storages_of_wait(node) & self.mutated
         if not storages:
             self.pass_through(node)
             return

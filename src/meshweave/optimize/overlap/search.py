@@ -215,7 +215,7 @@ class OrderSearch:
     def bucket(self) -> None:
         """Buckets of several sizes, then (in a small graph) single merges and splits while they help."""
         for size in self.sizes():
-            self.sized(size, size)
+            self.try_buckets(size, size)
         if self.is_small:
             self.climb()
         elif self.is_busy:
@@ -234,7 +234,7 @@ class OrderSearch:
         sizes = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
         return sizes
 
-    def sized(self, gathers: float, reductions: float, methods: Sequence[Method] = ()) -> float:
+    def try_buckets(self, gathers: float, reductions: float, methods: Sequence[Method] = ()) -> float:
         """Schedule buckets of these sizes, by `methods` or the leading methods; returns the seconds."""
         ramps = (0, 0) if self.is_small else (_RAMP, 0) if self.is_busy else (0, _RAMP)
         buckets = self.merger.buckets(gathers, reductions, *ramps)
@@ -258,7 +258,7 @@ class OrderSearch:
         methods = self.fastest_method()
         while True:
             around = ((gathers, 2 * reductions), (gathers / 1.5, reductions), (gathers, reductions / 1.5))
-            seconds, *sizes = min((self.sized(g, r, methods), g, r) for g, r in around)
+            seconds, *sizes = min((self.try_buckets(g, r, methods), g, r) for g, r in around)
             if seconds >= best * (1 - _ENOUGH):
                 return
             best, (gathers, reductions) = seconds, sizes

@@ -92,7 +92,9 @@ def _joined(emit: Emitter, blocks: fx.Node, step: Step, shape: tuple[int, ...]) 
     return emit.call(local_ops.join_blocks, (blocks, sizes, order, step.dim, table), {})
 
 
-def _dealt(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]) -> fx.Node:
+def _stack_pieces(
+    emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int, axes: tuple[str, ...]
+) -> fx.Node:
     """x cut along `dim` into the pieces of the group, padded to one size and stacked along dim 0."""
     sizes, order = _turn(step.target.mesh, axes)
     table = _table(emit, step.target, shape, dim, len(sizes))
@@ -108,7 +110,7 @@ def _all_gather(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
     return lambda: _joined(emit, emit.call(WAIT, (started,), {}), step, shape)
 
 
-def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int) -> fx.Node:
+def _without_padding(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int) -> fx.Node:
     """The received block without padding."""
     if _even(shape, step.target, dim):
         return x
@@ -117,9 +119,9 @@ def _own(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...], dim: int
 
 def _reduce_scatter(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
     count, group = _group(emit, step.source, step.axes)
-    dealt = _dealt(emit, x, step, shape, step.dim, step.axes)
+    dealt = _stack_pieces(emit, x, step, shape, step.dim, step.axes)
     started = emit.call(REDUCE_SCATTER.op, (emit.contiguous(dealt), step.op, count, group), {})
-    return lambda: _own(emit, emit.call(WAIT, (started,), {}), step, shape, step.dim)
+    return lambda: _without_padding(emit, emit.call(WAIT, (started,), {}), step, shape, step.dim)
 
 
 def _all_reduce(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:
@@ -133,11 +135,13 @@ def _all_to_all(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -
     dim, to_dim = step.dim, step.to_dim
     assert to_dim is not None
     count, group = _group(emit, step.source, step.axes)
-    dealt = _dealt(emit, _filled(emit, x, step, shape), step, shape, to_dim, step.to_axes)
+    dealt = _stack_pieces(emit, _filled(emit, x, step, shape), step, shape, to_dim, step.to_axes)
     blocks = {dim: _block(shape, step.source, dim), to_dim: _block(shape, step.target, to_dim)}
     rows = blocks.get(0, emit.extent(shape, step.source, 0))
     started = emit.call(ALL_TO_ALL.op, (emit.contiguous(dealt), [rows] * count, [rows] * count, group), {})
-    return lambda: _own(emit, _joined(emit, emit.call(WAIT, (started,), {}), step, shape), step, shape, to_dim)
+    return lambda: _without_padding(
+        emit, _joined(emit, emit.call(WAIT, (started,), {}), step, shape), step, shape, to_dim
+    )
 
 
 def _to_partial(emit: Emitter, x: fx.Node, step: Step, shape: tuple[int, ...]) -> Finish:

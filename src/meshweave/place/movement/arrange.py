@@ -85,7 +85,7 @@ class _Arranger:
         if cost > sum(map(self.price_of, moves)) - _GAIN:
             return
         with self.graph.inserting_before(node):
-            values = [self._pulled(pull) for pull in pulled if pull is not None]
+            values = [self._unmoved_value(pull) for pull in pulled if pull is not None]
             args, kwargs = replace_inputs(node, values)
             new = copy_meta(node, self.graph.call_function(node.target, args, kwargs))  # type: ignore[arg-type]
             new.meta.update(layout=option.results[0], assignment=option)
@@ -96,7 +96,7 @@ class _Arranger:
         for unused in dict.fromkeys(n for pull in pulled if pull is not None for n in (*pull.chain, pull.move)):
             self.graph.erase_node(unused)
 
-    def _before_its_move(self, operand: fx.Node, user: fx.Node) -> _Pulled | None:
+    def _before_its_move(self, operand: fx.Node, user: fx.Node) -> _UnmovedOperand | None:
         """The operand without its move, if nothing else uses the moved value; casts and views in between stay."""
         chain: list[fx.Node] = []
         while _is_light(operand) and _phase(operand) == _phase(user) and len(operand.users) == 1:
@@ -112,9 +112,9 @@ class _Arranger:
                 return None
             options.append(option)
             layout = option.results[0]
-        return _Pulled(operand, tuple(chain), tuple(options), layout)
+        return _UnmovedOperand(operand, tuple(chain), tuple(options), layout)
 
-    def _pulled(self, operand: _Pulled) -> fx.Node:
+    def _unmoved_value(self, operand: _UnmovedOperand) -> fx.Node:
         value = _source(operand.move)
         for light, option in zip(reversed(operand.chain), operand.options, strict=True):
             value = self._again(light, value, option)
@@ -316,7 +316,7 @@ class _Arranger:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pulled:
+class _UnmovedOperand:
     """An operand without its move: the casts and views between the move and the consumer (last first), the assignment
     of each on the unmoved value (first first), and the resulting layout."""
 

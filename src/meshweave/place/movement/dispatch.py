@@ -98,7 +98,7 @@ def sparse_plan(plan: MovePlan, share: float) -> MovePlan | None:
     return replace(plan, steps=(sparse,), seconds=seconds, bytes_received=received)
 
 
-def dispatched(step: StepGraph, plan_move: PlanMove, rates: Rates = default_rates) -> StepGraph:
+def make_sparse(step: StepGraph, plan_move: PlanMove, rates: Rates = default_rates) -> StepGraph:
     """The placed graph with every move made sparse that can be, and is cheaper so under a balanced load. `rates` are
     those at which a device selects rows."""
     writer = _SparseMoves(step.graph, plan_move, rates)
@@ -161,7 +161,7 @@ class _SparseMoves:
         if user.target in _SAME_ROWS or (user.target is ops.move and self.is_slice(user)):
             return self.read(user)
         if user.target is aten.expand.default:
-            return _grouped(self.read(user), spec_of(user).shape, spec_of(node).shape)
+            return _path_to_groups(self.read(user), spec_of(user).shape, spec_of(node).shape)
         if _adds_on_zeros(user) and user.args[2] is node:
             return _looked_up(self.read(user), user, spec_of(node))
         return None
@@ -270,7 +270,7 @@ def _at_places(path: Path | None, node: fx.Node, table: Spec) -> Path | None:
     return replace(path, places=at)
 
 
-def _grouped(path: Path | None, many: tuple[int, ...], few: tuple[int, ...]) -> Path | None:
+def _path_to_groups(path: Path | None, many: tuple[int, ...], few: tuple[int, ...]) -> Path | None:
     """A path to rows of shape `few`, each of several successive rows of shape `many`."""
     if many == few or path is None or path.places is not None or len(many) != len(few):
         return path if many == few else None
@@ -300,7 +300,9 @@ def _path_of_sum(node: fx.Node) -> Path | None:
     if node.target is aten.sum.dim_IntList:
         many = spec_of(args[0]).shape
         summed = {d % len(many) for d in args[1]}
-        return _grouped(_path_of_sum(args[0]), many, tuple(1 if d in summed else size for d, size in enumerate(many)))
+        return _path_to_groups(
+            _path_of_sum(args[0]), many, tuple(1 if d in summed else size for d, size in enumerate(many))
+        )
     if _adds_on_zeros(node) and row_index(node):
         return _at_places(_path_of_sum(args[2]), node, spec_of(node))
     return _looked_up(_path_of_sum(args[0]), node, spec_of(args[0])) if node.target in _LOOKUPS else None

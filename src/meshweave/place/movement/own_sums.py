@@ -50,13 +50,13 @@ def _sum(graph: fx.Graph, node: fx.Node) -> None:
     lookup = _args(view)[0] if view.target is aten.view.default and is_plain else None
     if lookup is None or lookup.target not in LOOKUPS or len(spec_of(view).shape) != 3:
         return
-    leave, order = _args(lookup)[0], _inverted(row_index(lookup))
+    leave, order = _args(lookup)[0], _inverse_of(row_index(lookup))
     if order is None or leave.target is not ours.leave_rows.default or len(spec_of(leave).shape) != 2:
         return
     rows, ends, _ = _args(leave)
     layout, (_, count, _) = rows.meta["layout"], spec_of(view).shape
     with graph.inserting_before(node):
-        at = _entered(graph, _divided(graph, order, count, node), ends, layout)
+        at = _own_indices(graph, _token_of_rows(graph, order, count, node), ends, layout)
         zeros = graph.call_function(aten.full.default, (list(spec_of(node).shape), 0), {"dtype": spec_of(node).dtype})
         copy_meta(node, zeros)
         new = copy_meta(node, _put(graph, zeros, at, rows, num_blocks_of(lookup)))
@@ -76,7 +76,7 @@ def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
     if put.target not in PUTS or dim != 0 or len(_args(put)) < 4:
         return
     zeros, _, view, is_added, *_ = _args(put)
-    order = _inverted(row_index(put))
+    order = _inverse_of(row_index(put))
     expand = _args(view)[0] if view.target is aten.view.default else view
     if order is None or not is_added or not ops.is_zeros(zeros) or expand.target is not aten.expand.default:
         return
@@ -88,7 +88,7 @@ def _gradient(graph: fx.Graph, enter: fx.Node) -> None:
     if wide.meta["layout"].partial or wide.meta["layout"].dims[:2] != (*blocks, WHOLE):
         return
     with graph.inserting_before(enter):
-        at = _entered(graph, _divided(graph, order, shape[1], enter), ends, layout)
+        at = _own_indices(graph, _token_of_rows(graph, order, shape[1], enter), ends, layout)
         table = copy_meta(wide, graph.call_function(aten.view.default, (wide, [few, width])))
         table.meta["spec"] = Spec((few, width), spec_of(wide).dtype)
         cut = wide.meta["layout"]
@@ -111,7 +111,7 @@ def _three(shape: Sequence[int]) -> tuple[int, int, int]:
     return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (-1, -1, -1)
 
 
-def _inverted(index: fx.Node | None) -> fx.Node | None:
+def _inverse_of(index: fx.Node | None) -> fx.Node | None:
     """The permutation whose inverse an index is: the order of a sort of all rows. The inverse is written
     (`inverse[order] = arange`), or sorted once more."""
     root = ops.unmoved(index) if index is not None else None
@@ -149,7 +149,7 @@ def _put(graph: fx.Graph, zeros: fx.Node, at: fx.Node, rows: fx.Node, num_blocks
     return graph.call_function(aten.index_put.default, (zeros, [at], rows, True))
 
 
-def _divided(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx.Node:
+def _token_of_rows(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx.Node:
     """The token of each sorted row; each token has `count` rows."""
     if count == 1:
         return order
@@ -161,7 +161,7 @@ def _divided(graph: fx.Graph, order: fx.Node, count: int, before: fx.Node) -> fx
     return copy_meta(order, new, layout=order.meta["layout"])
 
 
-def _entered(graph: fx.Graph, places: fx.Node, ends: fx.Node, rows: Layout) -> fx.Node:
+def _own_indices(graph: fx.Graph, places: fx.Node, ends: fx.Node, rows: Layout) -> fx.Node:
     """The indices of the rows that devices own, in the layout of `rows`."""
     whole = Layout(rows.mesh, (rows.dims[0],)).normalized(spec_of(places).shape)
     if places.meta["layout"] != whole:

@@ -22,13 +22,13 @@ from meshweave.replay.holdings import Holding, check_is, holding_of, keep_first,
 FindRoutes = Callable[[Step, tuple[int, ...]], Routes]
 
 
-def proven(plan: MovePlan, shape: Sequence[int]) -> MovePlan:
+def prove_plan(plan: MovePlan, shape: Sequence[int]) -> MovePlan:
     """The plan, after a replay at its first use. Raises VerifyError for a plan that does not do what it claims."""
-    return _proven(plan, tuple(shape))
+    return _prove(plan, tuple(shape))
 
 
 @lru_cache(maxsize=16384)
-def _proven(plan: MovePlan, shape: tuple[int, ...]) -> MovePlan:
+def _prove(plan: MovePlan, shape: tuple[int, ...]) -> MovePlan:
     replay(plan, shape)
     return plan
 

@@ -72,7 +72,7 @@ class Step:
             "slice": f"slice dim {self.dim} over {axes}{blocks}",
             "reduce_scatter": f"reduce_scatter({self.op}) over {axes} onto dim {self.dim}{blocks}",
             "all_reduce": f"all_reduce({self.op}) over {axes}",
-            "all_to_all": f"all_to_all over {axes} from dim {self.dim} onto dim {self.to_dim}{self._turned}{blocks}",
+            "all_to_all": f"all_to_all over {axes} from dim {self.dim} onto dim {self.to_dim}{self._turn}{blocks}",
             "permute": f"permute over {axes}",
             "all_gather": f"all_gather dim {self.dim} over {axes}",
             "to_partial": f"to_partial({self.op}) over {axes}" + (f" from dim {self.dim}" if self.dim >= 0 else ""),
@@ -83,7 +83,7 @@ class Step:
         }[self.kind]
 
     @property
-    def _turned(self) -> str:
+    def _turn(self) -> str:
         return f" as {','.join(self.to_axes)}" if self.to_axes != self.axes else ""
 
 
