@@ -150,7 +150,7 @@ def test_explain_of_nothing(net: str) -> None:
     assert "no communication matches" in result.output
 
 
-def test_a_profile_with_a_wrong_figure_names_its_line(net: str, tmp_path: Path) -> None:
+def test_a_profile_with_a_wrong_figure_names_its_field(net: str, tmp_path: Path) -> None:
     import meshweave.cost.hardware
 
     text = (Path(meshweave.cost.hardware.__file__).parent / "data" / "h100.toml").read_text()
@@ -161,8 +161,8 @@ def test_a_profile_with_a_wrong_figure_names_its_line(net: str, tmp_path: Path) 
     file.write_text("\n".join(lines))
     result = run("simulate", net, "--mesh", "fsdp=8", "--profile", str(file))
     assert result.exit_code == 2
-    assert f"mine.toml:{at + 1}" in result.output or f"line {at + 1}" in result.output
-    assert "launch_s" in result.output
+    assert "mine.toml" in result.output
+    assert "'launch_s' is out of range" in result.output
 
 
 def test_a_run_measures_its_last_step_beside_the_model(net: str, tmp_path: Path) -> None:

@@ -476,9 +476,18 @@ def changing(change: Callable[[Any], Any]) -> Make:
     return lambda model: type("Changing", (Counting,), {"change": change})([model.w, model.v, model.b])
 
 
+class Twice(torch.optim.SGD):
+    """Sharpness-aware minimization: gradients at a second point."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
 CHANGES = r"changes an option or attribute of its own\n  where: Changing\n  got: "
 REFUSED: dict[str, tuple[Make, str]] = {
     "closures": (lambda m: torch.optim.LBFGS(m.parameters()), r"LBFGS evaluates the loss several times in a step"),
+    "a closure that is optional": (lambda m: Twice(m.parameters()), "Twice evaluates the loss several times in a step"),
     "sparse": (lambda m: torch.optim.SparseAdam(m.parameters()), "SparseAdam takes sparse gradients"),
     "others": (lambda m: torch.optim.AdamW([torch.zeros(3, requires_grad=True)]), "a parameter that the model lacks"),
 }

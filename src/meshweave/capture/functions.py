@@ -229,7 +229,11 @@ _PAST_THE_TRACE: Mapping[Any, tuple[str, str]] = {
     Tensor.data_ptr: ("reads the address of a tensor", "tell tensors apart by a name or a number of your own"),
     **dict.fromkeys(_DLPACK, ("passes a tensor by DLPack", "compute with torch only")),
     **dict.fromkeys(
-        _ARRAYS, ("turns a tensor into a NumPy array", "compute with torch, or pass NumPy's result in the batch")
+        _ARRAYS,
+        (
+            "turns a tensor into a NumPy array",
+            "compute with torch, or pass NumPy's result in the batch (of step.forward_only(batch))",
+        ),
     ),
 }
 

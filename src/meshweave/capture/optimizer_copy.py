@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.capture.optimizer_graph import Key, Outputs, UpdateValue, Values
-from meshweave.capture.optimizer_groups import name_of, parts_of
+from meshweave.capture.optimizer_groups import evaluates_loss, name_of, parts_of
 from meshweave.capture.optimizer_tape import Number, Replay, Tape, line_of, untraceable
 from meshweave.capture.optimizer_tracer import UpdateTracer, outputs_of
 from meshweave.errors import CaptureError
@@ -279,11 +280,14 @@ def _now(tape: Tape, value: Any) -> Any:
 
 @contextmanager
 def _errors(name: str) -> Iterator[None]:
-    """Turns an error of the traced optimizer into a CaptureError with its line."""
+    """Turns an error of the traced optimizer into a CaptureError with its line, or into a PlanError if its step() calls
+    a closure."""
     try:
         yield
     except CaptureError as error:
         raise untraceable(error.what, error.got, error.where or line_of(error)) from error
     except Exception as error:
+        if "closure" in (traceback.extract_tb(error.__traceback__)[-1].line or ""):
+            raise evaluates_loss(name, line_of(error), f"{type(error).__name__}: {error}") from error
         what = f"the step of the optimizer {name} cannot be captured"
         raise CaptureError(what, where=line_of(error), got=f"{type(error).__name__}: {error}") from error

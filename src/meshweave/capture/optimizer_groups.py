@@ -141,13 +141,19 @@ def _check_callable(optimizer: torch.optim.Optimizer) -> None:
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if needed:
-        raise PlanError(
-            f"the optimizer {type(optimizer).__name__} evaluates the loss several times in a step",
-            where=f"{step.__code__.co_filename}:{step.__code__.co_firstlineno} in {step.__name__}",
-            got=f"step({', '.join(needed)})",
-            expected="an optimizer whose step() takes the gradients of one backward pass",
-            hint="train with such an optimizer (SGD, Adam, Muon, ...), or use eager PyTorch",
-        )
+        where = f"{step.__code__.co_filename}:{step.__code__.co_firstlineno} in {step.__name__}"
+        raise evaluates_loss(type(optimizer).__name__, where, f"step({', '.join(needed)})")
+
+
+def evaluates_loss(name: str, where: str, got: str) -> PlanError:
+    """The error for an optimizer that needs a closure."""
+    return PlanError(
+        f"the optimizer {name} evaluates the loss several times in a step",
+        where=where,
+        got=got,
+        expected="an optimizer whose step() takes the gradients of one backward pass",
+        hint="train with such an optimizer (SGD, Adam, Muon, ...), or use eager PyTorch",
+    )
 
 
 def check_hooks(optimizer: torch.optim.Optimizer) -> None:

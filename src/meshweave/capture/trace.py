@@ -282,15 +282,15 @@ class Provenance(GlobalRandom):
 
     def _check_dtypes(self, func: Any, args: Any) -> None:
         """CaptureError for operands for which no device has a kernel: a trace would not notice."""
-        first, *others = (x for x in args if isinstance(x, Tensor) and x.is_floating_point())
+        dtypes = [x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()]
         is_norm = func is aten.native_layer_norm.default  # which takes wider weights
-        if all(x.dtype == first.dtype or (is_norm and x.dtype.itemsize > first.dtype.itemsize) for x in others):
+        if all(x == dtypes[0] or (is_norm and x.itemsize > dtypes[0].itemsize) for x in dtypes):
             return
         module = self.modules[-1] if self.modules else ""
         raise CaptureError(
             "a tensor and the parameters of a module have different dtypes",
             where=f"{user_line()}, module '{module}'",
-            got=" and ".join(str(x.dtype) for x in (first, *others)),
+            got=" and ".join(map(str, dtypes)),
             expected="one dtype, as in eager PyTorch",
             hint="cast the input: x.to(module.weight.dtype), or keep the parameters of this module as they are: "
             f'mw.Precision(param_dtype={{"*": torch.bfloat16, "{module}": None}})',
