@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 def compiled(prefetch: int, mesh: str = "fsdp=8", width: int = WIDTH) -> Program:
     with torch.device("meta"):
-        model, data = Model(width), {"x": torch.empty(2**16, width)}
+        model, data = Model(width), {"x": torch.empty(2**16, width, dtype=torch.bfloat16)}
     source = StepSource(model, lambda out, batch: out.square().mean())
     optimizer = read_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     target = Target(mw.Mesh(mesh), None, load_profile("h100"))

@@ -24,6 +24,7 @@ from meshweave.interop import pytree
 from meshweave.interop.fake import FakeTensor
 from meshweave.interop.storages import version_of
 from meshweave.ir.graph import wide_dtype
+from meshweave.ir.traits import is_pointwise, is_random
 
 # Functions along dims: where their arguments say which (None: from that dim on), and the dim without it (None: all).
 _ALONG_DIMS: Mapping[str, tuple[int, int | None]] = {
@@ -49,9 +50,9 @@ _LOSSES = {
 @cache
 def _is_pointwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
-    tags = [tag for each in packet.overloads() for tag in getattr(packet, each).tags] if packet else []
-    is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return name not in _ALONG_DIMS and (name in _POINTWISE.split() or is_pointwise)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else []
+    is_tagged = any(map(is_pointwise, overloads)) and not any(map(is_random, overloads))
+    return name not in _ALONG_DIMS and (name in _POINTWISE.split() or is_tagged)
 
 
 def _repeats_itself(function: str) -> bool:
