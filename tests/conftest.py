@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -60,3 +61,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # graphs are a hundred thousand objects that live as long as their test
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a test, or a trainer that it runs, leaves in the environment is not there for the next."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
