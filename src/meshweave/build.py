@@ -257,12 +257,13 @@ def _accumulated(
     `room` bytes, also with casts of parameters in every microbatch.
     """
     microbatches, where = options.accumulate, options.precision.accumulate_in
-    placed, roles = expanded("whole" if where == "auto" else where, True)
+    first = "whole" if where == "auto" else where
+    placed, roles = expanded(first, True)
     if microbatches == 1:
         return placed, roles, ""
     is_prepared = any(prepared_values(role.graph) for role in roles)
     if is_prepared and room is not None and max(map(peak_bytes, roles)) > room:
-        placed, roles = expanded("whole" if where == "auto" else where, False)
+        placed, roles = expanded(first, False)
     whole, stored = sum_bytes(placed)
     how = f"gradients of {microbatches} microbatches are added up"
     if whole == stored:

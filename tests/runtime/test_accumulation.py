@@ -106,8 +106,9 @@ def key_of(node: fx.Node) -> tuple[str, str]:
     return op_name(node.target).removeprefix("_c10d_functional."), origin_of(node).phase
 
 
-def counted(step: mw.TrainStep, batch: dict[str, Tensor]) -> Counter[tuple[str, str]]:
-    counts = Counts()
+def counted(step: mw.TrainStep, batch: dict[str, Tensor], counts: Counts | None = None) -> Counter[tuple[str, str]]:
+    """What a step does, counted by `counts`."""
+    counts = counts or Counts()
     for executor in step.session._executors:
         executor.record(counts)
     step(batch)
@@ -227,13 +228,8 @@ def prepared(step: mw.TrainStep, batch: dict[str, Tensor]) -> tuple[int, Counter
             if index == 0 and task.node.target in CASTS and task.node.all_input_nodes[0] in sources:
                 casts[task.node.all_input_nodes[0]] += 1
 
-    counts = Casts()
-    for executor in step.session._executors:
-        executor.record(counts)
-    step(batch)
-    for executor in step.session._executors:
-        executor.record(None)
-    return sum(n for (op, phase), n in counts.found.items() if "gather" in op and phase != "update"), casts
+    found = counted(step, batch, Casts())
+    return sum(n for (op, phase), n in found.items() if "gather" in op and phase != "update"), casts
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(2, marks=pytest.mark.slow), 4])

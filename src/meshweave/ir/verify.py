@@ -115,6 +115,8 @@ def _groups_exist(rank: RankGraph) -> Findings:
 
 def _prepares_parameters(rank: RankGraph) -> Findings:
     """What runs in the first microbatch only is the same in all: it depends on parameters alone."""
+    if not any(node.op == "call_function" and is_prepared(node) for node in rank.graph.nodes):
+        return
     fixed = {node for node, item in rank.sources.items() if item.kind in ("param", "constant")}
     for node in rank.graph.nodes:
         if node.op == "call_function" and all(operand in fixed for operand in operands_of(node)):

@@ -262,8 +262,7 @@ class Session:
         """The tasks of each local device, and their executor."""
         kept = {"loss", "metric", "output", "norm", "buffer", "param", "state"}
         kept |= {"grad"} if self.settings.run.keep_gradients else set()
-        is_alone = self.settings.accumulate == 1
-        self.ranks = self._compiled(kept, is_alone, True, has_regions)
+        self.ranks = self._compiled(kept, self.settings.accumulate == 1, True, has_regions)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
         graphs = self._recorder(has_regions)
         if graphs is not None and isinstance(self.executor, SerialExecutor):
