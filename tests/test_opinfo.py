@@ -133,9 +133,8 @@ def compared(name: str, mesh: str) -> None:
     grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     batch = {"x": torch.ones(4)}
-    step = mw.compile(
-        model, loss=lambda out, batch: out, example=batch, mesh=mesh, run=mw.RunOptions(check_finite=False)
-    )
+    precision, run = mw.Precision(loss_scale=None), mw.RunOptions(check_finite=False)
+    step = mw.compile(model, loss=lambda out, batch: out, example=batch, mesh=mesh, precision=precision, run=run)
     loss = step(batch)
     if name not in RANDOM:
         assert loss == pytest.approx(expected, rel=1e-4, abs=1e-4, nan_ok=True)

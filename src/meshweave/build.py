@@ -132,7 +132,7 @@ def build_program(
         resolved=resolved,
         costs=costs,
         options=options,
-        pipeline=_with_ring(pipeline if like is None else pipeline.following(like.optimized.name), resolved),
+        pipeline=_with_ring(pipeline if like is None else pipeline.following(like.optimized.rewrites), resolved),
         lasting=lasting,
     )
     planned, trouble = _stored(inputs, partial(_plan, inputs, units, placing, progress), progress)

@@ -15,8 +15,9 @@ from meshweave.optimize.batch_split import SplitReport
 from meshweave.optimize.batch_split.captured import has_experts, split_captured
 from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.passes import MeshProgram, Pipeline, Split
+from meshweave.passes.base import named
 from meshweave.program import Planned
-from meshweave.search import AS_IT_IS, Candidate, Search
+from meshweave.search import Candidate, Search
 
 Build = Callable[[StepGraph, Pipeline], Planned]
 
@@ -25,10 +26,14 @@ Build = Callable[[StepGraph, Pipeline], Planned]
 class _Built:
     """The program of a step in some chunks, or the reason why it cannot run under its memory cap."""
 
-    name: str
+    rewrites: tuple[Split, ...]
     planned: Planned | NoOrderError
     report: SplitReport
     simulated: Callable[[tuple[RankGraph, ...]], float]
+
+    @property
+    def name(self) -> str:
+        return named(self.rewrites)
 
     @cached_property
     def seconds(self) -> float:
@@ -52,22 +57,22 @@ def built_in_chunks(
     def seconds_of(roles: tuple[RankGraph, ...]) -> float:
         return MeshProgram(roles, microbatches=microbatches).seconds(costs)
 
-    written = {each.label: split_captured(step, each.num_chunks[0], num_devices) for each in split.alternatives}
+    written = {each: split_captured(step, each.num_chunks[0], num_devices) for each in split.alternatives}
 
-    def try_step(name: str, variant: StepGraph, passes: Pipeline, report: SplitReport) -> None:
+    def try_step(rewrites: tuple[Split, ...], variant: StepGraph, passes: Pipeline, report: SplitReport) -> None:
         try:
             planned: Planned | NoOrderError = build(variant, passes)
         except NoOrderError as error:
             planned = error
-        search.tried.append(_Built(name, planned, report, seconds_of))
+        search.tried.append(_Built(rewrites, planned, report, seconds_of))
 
-    in_chunks = {name: (chunked, report) for name, (chunked, report) in written.items() if chunked is not None}
+    in_chunks = {each: (chunked, report) for each, (chunked, report) in written.items() if chunked is not None}
     if split.is_compared or not in_chunks:
         *_, (_, report) = written.values()
-        try_step(AS_IT_IS, step, pipeline, report)
-    for name, (chunked, report) in in_chunks.items():
-        if not split.is_compared or search.has_time_for(name):
-            try_step(name, verify_step(chunked), pipeline.without(split.name), report)
+        try_step((), step, pipeline, report)
+    for each, (chunked, report) in in_chunks.items():
+        if not split.is_compared or search.has_time_for(each.label):
+            try_step((each,), verify_step(chunked), pipeline.without(split.name), report)
     return _fastest(search)
 
 
@@ -82,10 +87,9 @@ def _fastest(search: Search[_Built]) -> Planned:
         after = chosen.seconds if at else min(each.seconds for each in search.tried[1:])
         report = replace(report, seconds_before=search.tried[0].seconds, seconds_after=after)
     its = planned.optimized
-    names = [name for name in (chosen.name, its.name) if name != AS_IT_IS]
     optimized = replace(
         its,
-        name=", ".join(names) or AS_IT_IS,
+        rewrites=(*chosen.rewrites, *its.rewrites),
         reports={**its.reports, "split": (report,) * len(its.roles)},
         variants=(*rows, *its.variants, *search.untried),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
@@ -14,6 +14,7 @@ from meshweave.ir.device_program import R, Rewrite, rewrite_role
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank
+from meshweave.search import AS_IT_IS
 
 Numerics = Literal["exact", "reassociates"]  # of sums over devices or rows: in the same order, or in another
 Stage = Literal["captured", "expanded", "written", "ordered"]
@@ -152,3 +153,8 @@ class Pass(Protocol[P]):
 
         `program` is not modified. `costs` are a MachineProfile if the pass needs costs. Raises MeshweaveError for what
         it cannot do."""
+
+
+def named(rewrites: Iterable[Pass[Any]]) -> str:
+    """The name of a program with these rewrites."""
+    return ", ".join(each_pass.label for each_pass in rewrites) or AS_IT_IS

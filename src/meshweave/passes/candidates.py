@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 from torch import fx
 
 from meshweave.optimize.overlap.decide import NoOrderError
-from meshweave.passes.base import Pass, PassProgram, Report
-from meshweave.search import AS_IT_IS, Budget, Candidate, Search
+from meshweave.passes.base import Pass, PassProgram, Report, named
+from meshweave.search import Budget, Candidate, Search
 
 Progress = Callable[[str], None]
 Q = TypeVar("Q", bound=PassProgram)
@@ -28,14 +28,19 @@ _BEAM = 0.1
 class ProgramCandidate(Generic[Q]):
     """A program on its way through the passes.
 
-    written: the program before the ordering passes. unfit: why it got no further.
+    written: the program before the ordering passes. rewrites: the passes that may have changed values of the program.
+    unfit: why it got no further.
     """
 
-    name: str
     program: Q
     written: Q
+    rewrites: tuple[Pass[Q], ...] = ()
     reports: Mapping[str, tuple[Report, ...]] = field(default_factory=dict)
     unfit: NoOrderError | None = None
+
+    @property
+    def name(self) -> str:
+        return named(self.rewrites)
 
     def after(self, next_pass: Pass[Q], costs: Any) -> ProgramCandidate[Q]:
         """The candidate after a pass. Raises VerifyError for what the pass broke."""
@@ -50,16 +55,12 @@ class ProgramCandidate(Generic[Q]):
         if next_pass.stage == "ordered":
             return replace(self, program=program, reports=reports_by_pass)
         is_same = next_pass.numerics == "exact" or _is_same(program.graphs, self.program.graphs)
-        name = self.name if is_same else _joined(self.name, next_pass.label)
-        return replace(self, name=name, program=program, written=program, reports=reports_by_pass)
+        rewrites = self.rewrites if is_same else (*self.rewrites, next_pass)
+        return replace(self, program=program, written=program, rewrites=rewrites, reports=reports_by_pass)
 
 
 def _is_same(graphs: Sequence[fx.Graph], before: Sequence[fx.Graph]) -> bool:
     return all(new is old for new, old in zip(graphs, before, strict=True))
-
-
-def _joined(name: str, label: str) -> str:
-    return label if name == AS_IT_IS else f"{name}, {label}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class ProgramSearch(Search[Branch[Q]], Generic[Q]):
         """Fill `tried`, the program as it is first, and `untried`."""
         compared = [i for i, each_pass in enumerate(self.passes) if each_pass.is_compared]
         ends = [*compared, len(self.passes)]
-        branches = [self._branch(ProgramCandidate(AS_IT_IS, program, program), 0, ends[0])]
+        branches = [self._branch(ProgramCandidate(program, program), 0, ends[0])]
         self.tried += branches
         if compared and self._is_bound_by_compute(branches[0]):
             return
@@ -149,7 +150,7 @@ class ProgramSearch(Search[Branch[Q]], Generic[Q]):
         if branch.open.unfit is not None:
             return [branch]
         for alternative in compared.alternatives:
-            if not self.has_time_for(_joined(branch.open.name, alternative.label)):
+            if not self.has_time_for(named((*branch.open.rewrites, alternative))):
                 continue
             candidate = self._after(branch.open, alternative)
             if candidate.program is branch.open.program and candidate.unfit is None:

@@ -3,7 +3,7 @@ the original did."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from meshweave.optimize.decompose import DecomposeReport, prove_rings
 from meshweave.optimize.overlap import OverlapReport
 from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.optimize.prefetch.keep import KeepReport
-from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Stage
+from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Stage, named
 from meshweave.passes.candidates import Progress, run_passes
-from meshweave.search import AS_IT_IS, Budget, Candidate, Gathered
+from meshweave.search import Budget, Candidate, Gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,14 @@ class Pipeline:
     def without(self, name: str) -> Pipeline:
         return replace(self, passes=tuple(each_pass for each_pass in self.passes if each_pass.name != name))
 
-    def following(self, chosen: str) -> Pipeline:
-        """The pipeline for another size of a step whose program has the name `chosen`: of the passes that are compared,
-        those that it has, without their alternatives; without passes that take long it is not stored. Under a cap,
-        which another size may exceed, all are compared."""
+    def following(self, rewrites: Collection[Pass[Any]]) -> Pipeline:
+        """The pipeline for another size of a step that took these rewrites: of the passes that are compared, only they;
+        without passes that take long it is not stored. Under a cap, which another size may exceed, all are compared."""
         if self.memory_cap_bytes is not None:
             return self
-        labels = chosen.split(", ")
-        ways = ([a for a in p.alternatives if a.label in labels] if p.is_compared else [p] for p in self.passes)
-        passes = tuple(way for each in ways for way in each[:1])
+        taken = {each_pass.name: (each_pass,) for each_pass in rewrites}
+        ways = (taken.get(each.name, ()) if each.is_compared else (each,) for each in self.passes)
+        passes = tuple(each_pass for way in ways for each_pass in way)
         is_long = any(each_pass.stage in ("written", "ordered") for each_pass in passes)
         return replace(self, passes=passes, recalls=self.recalls if is_long else None)
 
@@ -101,15 +100,21 @@ class Pipeline:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimized:
     """A program's roles, and earlier states of them: as expanded, and as the scheduler got them (the same if no ops
-    were rewritten). `reports`: by name of a pass, its report for each role, if it ran; `variants`: the variants that
-    were compared, if there were several."""
+    were rewritten). `reports`: by name of a pass, its report for each role, if it ran; `rewrites`: the passes that
+    changed values; `variants`: the variants that were compared, if there were several; `note`: why default passes left
+    the roles unchanged."""
 
     roles: tuple[RankGraph, ...]
     expanded: tuple[RankGraph, ...]
     unscheduled: tuple[RankGraph, ...]
     reports: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    name: str = AS_IT_IS
+    rewrites: tuple[Pass[Any], ...] = ()
     variants: tuple[Candidate, ...] = ()
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return named(self.rewrites) + (f": {self.note}" if self.note else "")
 
     @property
     def keeps(self) -> tuple[KeepReport, ...]:
@@ -141,7 +146,7 @@ def optimize(
     A pass that is taken by gain is kept only if the whole step, after all passes, simulates faster and stays under the
     cap: the fastest variant wins, the first of equals. Raises MeshweaveError for costs that the passes do not support,
     and NoOrderError if no variant is under the cap. Default passes leave the roles unchanged instead of the former
-    error, and the name of the result gives the reason.
+    error, and `note` gives the reason.
     """
     passes = pipeline.of("written", "ordered")
     program = MeshProgram(roles, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
@@ -152,13 +157,13 @@ def optimize(
     except MeshweaveError as error:
         if not pipeline.is_default or isinstance(error, NoOrderError | VerifyError):
             raise
-        return Optimized(roles=roles, expanded=roles, unscheduled=roles, name=f"{AS_IT_IS}: {error.what}")
+        return Optimized(roles=roles, expanded=roles, unscheduled=roles, note=error.what)
     optimized = Optimized(
         roles=chosen.program.roles,
         expanded=roles,
         unscheduled=chosen.written.roles,
         reports=chosen.reports,
-        name=chosen.name,
+        rewrites=chosen.rewrites,
         variants=variants,
     )
     if optimized.roles is not roles:
