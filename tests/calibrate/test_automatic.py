@@ -132,8 +132,16 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
         assert entry.write(slow.encode()) == ""
     dist.barrier()
     origins.append(compiled().program.costs_from)
+    drifts = automatic._drifts
     automatic._drifts = lambda *known: {"gather": 1.0, "matmul": 1e-4}
     origins.append(compiled().program.costs_from)
+    automatic._drifts = drifts
+    # as on GPUs whose compute is known
+    automatic.profile_of_device = lambda name: "h200"  # type: ignore[assignment]
+    automatic.LINKS_GPU = replace(SHORT, ops=None)  # type: ignore[misc]
+    stages.clear()
+    links = [compiled(None).program.costs_from, compiled().program.costs_from, compiled().program.costs_from]
+    heard_links = [stage for stage in stages if stage.startswith("calibrate")]
     for path in Path(directory, "profiles").glob("*.toml"):
         path.unlink(missing_ok=True)
     dist.barrier()
@@ -145,7 +153,14 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
     automatic.calibrate = impossible  # type: ignore[assignment]
     chosen = costs_for(None, world)
     shutdown(world)
-    return {"origins": [*origins, chosen.origin], "heard": heard, "again": again, "costs": str(chosen.costs)}
+    return {
+        "origins": [*origins, chosen.origin],
+        "heard": heard,
+        "again": again,
+        "costs": str(chosen.costs),
+        "links": links,
+        "heard_links": heard_links,
+    }
 
 
 @pytest.mark.slow
@@ -169,6 +184,12 @@ def test_a_job_measures_once_and_again_where_what_is_kept_is_not_to_be_used(
     assert re.match(r"measured on this machine in \d+ s \(.* is damaged\), cached in ", damaged)
     assert re.match(r"measured on this machine in \d+ s \(a gather takes .* times as long as .* says\)", changed)
     assert re.match(r"measured on this machine in \d+ s \(a matmul takes 0.0001 times as long as .* says\)", loaded)
-    assert impossible == "alpha-beta: this machine could not be measured (MeshweaveError: no clock)"
-    assert first["costs"] == str(AlphaBeta())
+    assert impossible == "profile h200: its links could not be measured (MeshweaveError: no clock)"
+    assert first["costs"] == str(load_profile("h200"))
+    assert first["heard_links"] == ["calibrate", "calibrate: links"]
+    small, timed, cached = first["links"]
+    assert small == "profile h200: parameters and batch have less than 1 MiB (profile='auto' measures)"
+    known = r"profile h200 by the name of the devices; its links as measured: all_gather in a node, .* \(\d+-.*\)"
+    assert re.match(known + r" in \d+ s, cached in ", timed)
+    assert re.match(known + ", cached in ", cached)
     assert [o.partition(" s")[2] for o in second["origins"]] == [o.partition(" s")[2] for o in first["origins"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import socket
@@ -18,8 +19,10 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+import meshweave as mw
 from meshweave.cli.command import add_command
 from meshweave.cost.calibrate import MeasurementPlan, calibrate, links
+from meshweave.cost.calibrate.automatic import with_links
 from meshweave.cost.calibrate.cases import (
     Grid,
     Pool,
@@ -29,16 +32,17 @@ from meshweave.cost.calibrate.cases import (
     memory_cases,
     tiny_cases,
 )
-from meshweave.cost.calibrate.figures import MachineFacts, Measurements, profile_text
+from meshweave.cost.calibrate.figures import MachineFacts, Measurements, links_text, profile_text
 from meshweave.cost.calibrate.links import MOST_SLOWDOWN, OPS, Contention, MeasuredLink, local_bytes_of, places
-from meshweave.cost.calibrate.measure import BRIEF
+from meshweave.cost.calibrate.measure import BRIEF, LINKS_GPU
 from meshweave.cost.calibrate.ops import ALONE, Effort, Measurement, OpCase, RepeatedOp, time_ops, typical
 from meshweave.cost.hardware import load_profile
 from meshweave.cost.hardware.collectives import bytes_received
-from meshweave.cost.hardware.load import parse_profile
-from meshweave.cost.hardware.schema import KINDS
+from meshweave.cost.hardware.load import parse_profile, parse_table
+from meshweave.cost.hardware.schema import KINDS, MeasuredLinks
 from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.errors import MeshweaveError
+from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.mesh import Mesh
 
 command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
@@ -317,6 +321,79 @@ def test_groups_inside_nodes_and_between_them(num_ranks: int, per_node: int, exp
             nodes = {rank // per_node for rank in group}
             assert len(group) == place.size
             assert len(nodes) == (1 if place.level == "node" else place.size)
+
+
+LATENCY, LARGE = 4.6e-3, 36e-3  # up to 4 MiB, and of 64 MiB: two processes on an H200, NCCL over sockets
+
+
+def slow_link(received: float) -> float:
+    return LATENCY + max(0.0, received - 4 * MIB) * (LARGE - LATENCY) / (60 * MIB)
+
+
+def slow_links(plan: MeasurementPlan = LINKS_GPU) -> MeasuredLinks:
+    """What is measured between two processes whose collectives take `slow_link`, now and then much longer."""
+    noise = itertools.cycle([1.0, 1.08, 0.95, 1.0, 5.0, 1.02, 0.97])
+
+    def start(place: links.MeasuredGroup, op: str, size: int) -> float:
+        return slow_link(bytes_received(op, place.size, size, "test"))
+
+    timer: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        peers=ALONE,
+        ops=OPS,
+        start=start,
+        sample=lambda seconds, repeats, lead=0: seconds * next(noise),
+    )
+    timed = links.time_links(timer, places(2, 2), plan.received, (), plan.links)
+    return parse_table(MeasuredLinks, links_text(MACHINE, Measurements((), tuple(timed))), "links")
+
+
+def test_measured_links_are_taken_where_they_are_not_those_of_the_profile() -> None:
+    measured, built_in, mesh = slow_links(), load_profile("h200"), Mesh("dp=2")
+    profile = with_links(built_in, measured, 2)
+    assert {fit.op for fit in profile.collectives} == set(OPS)
+    for op in OPS:
+        for received in (MIB // 32, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB):
+            size = local_bytes_of(op, 2, received)
+            assert profile.seconds(op, mesh, ("dp",), size) == pytest.approx(slow_link(received), rel=0.15), (
+                op,
+                received,
+            )
+    work = product(1024, 0.0).work
+    assert profile.compute_seconds(work) == built_in.compute_seconds(work)
+    assert profile.devices_per_node == 2
+    # What the profile itself says, 20% slower, is not news.
+    known = tuple(
+        replace(fit, points=tuple((x, 1.2 * built_in.seconds(fit.op, mesh, ("dp",), x)) for x, _ in fit.points))
+        for fit in measured.collectives
+    )
+    assert not with_links(built_in, replace(measured, collectives=known), 2).collectives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "most"), [("dp=2", 5), ("fsdp=2", 21)])
+def test_few_collectives_are_sent_over_links_of_high_latency(mesh: str, most: int) -> None:
+    """FSDP2 sends 21 for this model, DDP 5 buckets; costs without large matmuls sent 62 and 35."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=768, num_hidden_layers=6, num_attention_heads=12, num_key_value_heads=12, vocab_size=32000,
+        intermediate_size=2304, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    batch = torch.zeros(8, 512, dtype=torch.int64)
+    step = mw.compile(
+        model,
+        loss=lambda out, _: out.loss,
+        example={"input_ids": batch, "labels": batch},
+        optimizer=torch.optim.AdamW(model.parameters()),
+        mesh=mesh,
+        forward=lambda m, b: m(**b, use_cache=False),
+        profile=with_links(load_profile("h200"), slow_links(), 2),
+        passes="default",
+    )
+    (role,) = step.program.roles
+    assert 1 <= sum(node.target in COLLECTIVES for node in role.graph.nodes) <= most
 
 
 @pytest.mark.parametrize("op", OPS)

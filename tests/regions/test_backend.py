@@ -60,6 +60,20 @@ def assert_alike(found: mw.TrainStep, expected: mw.TrainStep, tolerance: float =
             assert float(difference) <= tolerance * scale, key
 
 
+@pytest.fixture(autouse=True)
+def no_bytes_of_bools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor refuses what it refuses in torch 2.11: `view` of a bool as another dtype."""
+    compile_inner = inductor.compile_fx_inner
+
+    def compile_all_but_those(traced: Any, *rest: Any, **options: Any) -> Any:
+        for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.view.dtype):
+            if torch.bool in (node.args[0].meta["val"].dtype, node.args[1]):
+                raise TypeError("torch.bool is not supported by torch.iinfo")
+        return compile_inner(traced, *rest, **options)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", compile_all_but_those)
+
+
 def num_regions(step: mw.TrainStep) -> int:
     return sum(task.fused is not None for part in step.session.ranks[0].tasks for task in part)
 
@@ -108,6 +122,7 @@ def test_passes_that_are_exact_op_by_op_round_otherwise_at_most(mesh: str) -> No
     profile = mw.load_profile("cpu-gloo")
     plain, expected = trained("llama", "inductor", mesh, passes="none", profile=profile)
     step, losses = trained("llama", "inductor", mesh, passes="exact", profile=profile)
+    assert not step.session.compiler.notes
     assert losses == pytest.approx(expected, rel=1e-6)
     assert_alike(step, plain, 1e-5)
 

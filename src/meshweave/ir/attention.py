@@ -106,7 +106,7 @@ def backward(
 
     if _is_single(parts, q):
         gq, gk, gv = of_part(parts[0])
-        return gq.contiguous(), _sum_groups(_padded(gk, k), k), _sum_groups(_padded(gv, v), v)
+        return gq, _sum_groups(_padded(gk, k), k), _sum_groups(_padded(gv, v), v)
     total = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, wide_k, wide_v)]
     for part in parts:
         for whole, place, more in zip(total, (part.rows, part.keys, part.keys), of_part(part), strict=True):
@@ -202,7 +202,7 @@ def _repeat_groups(q: Tensor, x: Tensor) -> Tensor:
 
 def _sum_groups(grad: Tensor, like: Tensor) -> Tensor:
     if grad.shape == like.shape:
-        return grad.contiguous()
+        return grad
     return grad.unflatten(1, (like.shape[1], -1)).sum(2)
 
 

@@ -227,7 +227,8 @@ def attention_backward(
     """Gradients of q, k and v; shapes as in `attention`. `out` and `lse` cover all keys that a query sees; k and v may
     be a part of them."""
     where = Causal.of(q.shape[2], k.shape[2], first_query, first_key, starts) if is_causal else None
-    return kernels.backward(grad, q, k, v, bias, out, lse, where, scale, is_part)
+    d_q, d_k, d_v = kernels.backward(grad, q, k, v, bias, out, lse, where, scale, is_part)
+    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous()
 
 
 @attention_backward.register_fake
@@ -275,8 +276,9 @@ matmul.register_autograd(_matmul_backward, setup_context=_matmul_context)
 
 @define_op("contract")
 def contract(a: Tensor, b: Tensor, dims_a: list[int], dims_b: list[int]) -> Tensor:
-    """The sum of products over `dims_a` of a and `dims_b` of b; the result has the other dims of a, then those of b."""
-    return torch.tensordot(a, b, (dims_a, dims_b))
+    """The sum of products over `dims_a` of a and `dims_b` of b; the result has the other dims of a, then those of b.
+    On CUDA tensordot leaves it in another order in memory (torch 2.11)."""
+    return torch.tensordot(a, b, (dims_a, dims_b)).contiguous()
 
 
 @contract.register_fake
@@ -299,16 +301,16 @@ def ctc_loss(
     each by its log_probs: both passes, so that no value has a shape that depends on lengths. With `zero_infinity` the
     gradient is 0 where the loss is infinite."""
     if not log_probs.shape[1]:
-        return log_probs.new_empty(0), torch.empty_like(log_probs)
+        return log_probs.new_empty(0), log_probs.new_empty(log_probs.shape)
     lengths = input_lengths.tolist(), target_lengths.tolist()
     loss, alpha = aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
     rest = torch.ones_like(loss), log_probs, targets, *lengths, loss, alpha, blank, zero_infinity
-    return loss, aten._ctc_loss_backward.default(*rest)
+    return loss, aten._ctc_loss_backward.default(*rest).contiguous()
 
 
 @ctc_loss.register_fake
 def _(log_probs: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return log_probs.new_empty(log_probs.shape[1]), torch.empty_like(log_probs)
+    return log_probs.new_empty(log_probs.shape[1]), log_probs.new_empty(log_probs.shape)
 
 
 def _ctc_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

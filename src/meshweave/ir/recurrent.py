@@ -39,14 +39,16 @@ def recurrent(
     the first. Returns the states at all times [t, b, o], and the last hidden state and cell, shaped as the first.
     """
     if not x.shape[1]:  # no kernel takes an empty piece
-        return x.new_empty((*x.shape[:2], hidden.shape[1])), torch.empty_like(hidden), torch.empty_like(cell)
+        return _results(x, hidden, cell)
     out, last, *cells = _run(x, hidden, cell, weights, kind, is_reverse, False)
-    return out, last.clone(), cells[0].clone() if cells else torch.empty_like(cell)
+    return out, last.clone(), cells[0].clone() if cells else cell.new_empty(cell.shape)
 
 
-@recurrent.register_fake
-def _(x: Tensor, hidden: Tensor, cell: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty((*x.shape[:2], hidden.shape[1])), torch.empty_like(hidden), torch.empty_like(cell)
+def _results(x: Tensor, hidden: Tensor, cell: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty((*x.shape[:2], hidden.shape[1])), hidden.new_empty(hidden.shape), cell.new_empty(cell.shape)
+
+
+recurrent.register_fake(_results)
 
 
 @define_op("recurrent_backward")

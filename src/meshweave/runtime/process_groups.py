@@ -42,9 +42,14 @@ _RELEASED = 2.0  # seconds in which threads end once their connections are broke
 ONE_ROUND_BYTES = 1 << 20
 
 
+def sends_from_gpu(config: str) -> bool:
+    """Whether the backend of CUDA tensors can send them, given torch's text of the backends of a job."""
+    return "cuda:gloo" not in config
+
+
 def check_sends_from_gpu(config: str) -> None:
-    """StepError if the backend of CUDA tensors cannot send them, given torch's text of the backends of a job."""
-    if "cuda:gloo" in config:
+    """StepError if the backend of CUDA tensors cannot send them."""
+    if not sends_from_gpu(config):
         raise StepError(
             "Gloo cannot send from the memory of a GPU, as stages (pp), rings (cp) and decomposed collectives do",
             got=f"backends {config}",
@@ -263,6 +268,14 @@ class ClusterCommunicator:
         if self.is_native:
             for group in (*self._process_groups.values(), default_group()):
                 group.abort()
+
+    def destroy_groups(self) -> None:
+        """Destroy the process groups, when nothing uses them any more. All ranks of the world call it together."""
+        self.drain()
+        for group in self._process_groups.values():
+            dist.destroy_process_group(group)
+        self._process_groups.clear()
+        self._groups.clear()
 
     def release(self, is_end: bool) -> None:
         """After a failure: break the connections of every group, at the end of the process those of the default group

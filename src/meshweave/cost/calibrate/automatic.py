@@ -1,25 +1,27 @@
-"""Costs of this machine by default: known by the name of its devices, cached by an earlier job, or measured before the
-first step."""
+"""Costs of this machine by default: compute known by the name of its devices, or measured as links are, before the
+first step or by an earlier job."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from meshweave.cost.calibrate.cases import Pool, matmul_case
-from meshweave.cost.calibrate.links import LinkTimer, MeasuredGroup, lead_of, local_bytes_of
-from meshweave.cost.calibrate.measure import BRIEF, calibrate, peers_of
+from meshweave.cost.calibrate.links import LinkTimer, MeasuredGroup, lead_of, local_bytes_of, places
+from meshweave.cost.calibrate.measure import BRIEF, BRIEF_GPU, LINKS_GPU, calibrate, peers_of
 from meshweave.cost.calibrate.ops import Effort, time_ops, typical
 from meshweave.cost.hardware import AlphaBeta, Costs, MachineProfile, load_profile, profile_of_device
-from meshweave.cost.hardware.load import parse_profile
+from meshweave.cost.hardware.load import parse_profile, parse_table
+from meshweave.cost.hardware.schema import Fit, Link, MeasuredLinks
 from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
 from meshweave.errors import MeshweaveError
 from meshweave.runtime.cluster import ClusterWorld
@@ -27,7 +29,7 @@ from meshweave.runtime.watch import address_towards
 from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
-FORMAT = 6  # version of the cache; change it when collectives or matmuls are implemented or measured differently
+FORMAT = 7  # version of the cache; change it when collectives or matmuls are implemented or measured differently
 # The cache is used if a gather and a matmul take between 1/4 and 4 times their stated time: 1 and 10 Gbit/s differ by
 # more (8 to 10 times), load of other users mostly by less. No load makes a matmul faster: if it is, the profile was
 # measured beside other work. (Gathers on an idle machine vary by a factor of 2.)
@@ -39,7 +41,10 @@ _PROBE_SIZE = 512  # of a square matmul
 # Parameters and batch of a step that is compiled without measuring: it sends so little that start-up dominates, and is
 # mostly a first try, which should start at once.
 SMALL_BYTES = 1 << 20
+_MOST_ERROR = 1.25  # of a built-in profile: collectives that take longer or shorter by more are taken as measured
 T = TypeVar("T")
+
+_NOTES = logging.getLogger("meshweave")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +82,10 @@ def costs_for(
     """The costs for `profile` on `world`. All ranks of a job call it together and get the same.
 
     Cost objects are used unchanged; "alpha-beta" is an AlphaBeta, another name or a file a machine profile. None and
-    "auto" are, in a job of several processes, the built-in profile of its GPUs if there is one, else a profile that is
-    measured once (about 10 s) and cached in `cache_directory()`, by hosts, devices, addresses, backend, number of
-    processes and versions; with None, an AlphaBeta for a step that `is_small` (`SMALL_BYTES`). Virtual devices of a
+    "auto" are, in a job of several processes, measured once (about 10 s) and cached in `cache_directory()`, by hosts,
+    devices, addresses, backend, number of processes and versions. GPUs with a built-in profile have its compute, and
+    only links are measured (at most 5 s): the name of a GPU does not tell its network. With None, nothing is measured
+    for a step that `is_small` (`SMALL_BYTES`): it takes an AlphaBeta, or the built-in profile. Virtual devices of a
     process have no links: only relative costs of moves matter, for which an AlphaBeta is enough.
     """
     if isinstance(profile, str) and profile not in (AUTO, ALPHA_BETA):
@@ -97,69 +103,113 @@ def costs_for(
 def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool) -> ChosenCosts:
     with world.guard():
         seats = _gathered(Seat.here(world.device))
-    names = {seat.device for seat in seats}
-    known = profile_of_device(next(iter(names))) if len(names) == 1 else None
-    if known is not None:
-        return ChosenCosts(load_profile(known), f"profile {known}, of devices named {seats[0].device}")
+    names = sorted({seat.device for seat in seats})
+    known = profile_of_device(names[0]) if len(names) == 1 else None
+    built_in = load_profile(known) if known else None
     if is_small:
-        return ChosenCosts(
-            AlphaBeta(), "alpha-beta: parameters and batch have less than 1 MiB (profile='auto' measures)"
-        )
-    entry = CacheEntry(cache_directory() / "profiles", _key(seats))
+        small = "parameters and batch have less than 1 MiB (profile='auto' measures)"
+        return ChosenCosts(built_in or AlphaBeta(), f"{f'profile {known}' if known else 'alpha-beta'}: {small}")
+    entry = CacheEntry(cache_directory() / "profiles", _key(seats, built_in))
     is_first = dist.get_rank() == 0
+    if is_first and len(names) > 1:
+        _NOTES.warning("devices of different kinds in a job: %s; all of them wait for the slowest", ", ".join(names))
     with entry.lock() if is_first else nullcontext():
         with world.guard():
-            text, trouble = _gathered(_cached_profile(entry) if is_first else ("", ""))[0]
+            text, trouble = _gathered(_cached_profile(entry, built_in, world) if is_first else ("", ""))[0]
         if text:
-            profile = _parse(text)
-            drifts = _drifts(profile, world)
+            profile, what = _parse(text, built_in, world)
+            drifts = _drifts(profile, world, built_in is None)
             wrong = [name for name, drift in drifts.items() if not _LEAST_DRIFTS[name] <= drift <= _MOST_DRIFT]
             if not wrong:
-                return ChosenCosts(profile, f"measured on this machine: {profile.version}, cached in {entry.path}")
+                return ChosenCosts(profile, f"{what}, cached in {entry.path}")
             trouble = f"a {wrong[0]} takes {drifts[wrong[0]]:.2g} times as long as {entry.path} says"
-        return _measured(world, entry, trouble, progress)
+        return _measured(world, entry, built_in, trouble, progress)
 
 
-def _cached_profile(entry: CacheEntry) -> tuple[str, str]:
-    """The TOML of a cached profile, and what is wrong with it; both empty if there is none."""
+def _cached_profile(entry: CacheEntry, built_in: MachineProfile | None, world: ClusterWorld) -> tuple[str, str]:
+    """The cached TOML, and what is wrong with it; both empty if there is none."""
     data, trouble = entry.read()
     text = data.decode(errors="replace")
     try:
         if text:
-            _parse(text)
+            _parse(text, built_in, world)
     except MeshweaveError as error:
         return "", f"{entry.path} is not a profile of this version ({error.what})"
     return text, trouble
 
 
-def _parse(text: str) -> MachineProfile:
-    return parse_profile(text, "the profile of this machine")
+def _parse(text: str, built_in: MachineProfile | None, world: ClusterWorld) -> tuple[MachineProfile, str]:
+    """The costs that were measured as `text`, and in words what they are."""
+    if built_in is None:
+        profile = parse_profile(text, "the profile of this machine")
+        return profile, f"measured on this machine: {profile.version}"
+    links = parse_table(MeasuredLinks, text, "the links of this machine")
+    profile = with_links(built_in, links, world.mesh.num_devices)
+    taken = ", ".join(dict.fromkeys(f"{fit.op} in a {fit.level}" for fit in profile.collectives))
+    said = f"as measured: {taken}" if taken else "within 25% of those measured"
+    return profile, f"profile {built_in.name} by the name of the devices; its links {said} ({links.version})"
 
 
-def _measured(world: ClusterWorld, entry: CacheEntry, trouble: str, progress: Callable[[str], None]) -> ChosenCosts:
-    """Costs measured now and cached; an AlphaBeta if that is not possible. `trouble` is why no cached profile was
-    used."""
+def with_links(built_in: MachineProfile, measured: MeasuredLinks, num_ranks: int) -> MachineProfile:
+    """A built-in profile with the measured collectives of each op and level where one takes more than 25% longer or
+    shorter than the profile says."""
+    found = {(place.level, place.size): place for place in places(num_ranks, measured.devices_per_node)}
+    fits = [fit for fit in measured.collectives if (fit.level, fit.group_size) in found]
+    links = built_in.links
+    if links.net is None and any(fit.level == "net" for fit in fits):
+        links = replace(links, net=Link(max(fit.points[-1][0] / fit.points[-1][1] for fit in fits), 1.0))
+    profile = replace(
+        built_in,
+        name=f"{built_in.name} with measured links",
+        version=f"{built_in.version}, {measured.version}",
+        devices_per_node=measured.devices_per_node,
+        links=links,
+    )
+
+    def differs(fit: Fit) -> bool:
+        place = found[fit.level, fit.group_size]
+        ratios = [s / profile.seconds(fit.op, place.mesh, place.axes, size) for size, s in fit.points]
+        return max(*ratios, *(1 / ratio for ratio in ratios)) > _MOST_ERROR
+
+    taken = {(fit.op, fit.level) for fit in fits if differs(fit)}
+    return replace(profile, collectives=tuple(fit for fit in fits if (fit.op, fit.level) in taken))
+
+
+def _measured(
+    world: ClusterWorld,
+    entry: CacheEntry,
+    built_in: MachineProfile | None,
+    trouble: str,
+    progress: Callable[[str], None],
+) -> ChosenCosts:
+    """Costs measured now and cached; the built-in profile or an AlphaBeta if that is not possible. `trouble` is why no
+    cached profile was used."""
     began = time.perf_counter()
     why = f" ({trouble})" if trouble else ""
     progress(f"calibrate{why}")
+    plan = LINKS_GPU if built_in is not None else BRIEF_GPU if world.device.type == "cuda" else BRIEF
     text, failure = "", ""
     try:
         name = f"{world.device.type}, {world.mesh.num_devices} processes"
-        text = calibrate(BRIEF, name, "mw.compile", world.device, lambda stage: progress(f"calibrate: {stage}")).text
+        text = calibrate(plan, name, "mw.compile", world.device, lambda stage: progress(f"calibrate: {stage}")).text
     except (MeshweaveError, RuntimeError) as error:
         failure = f"{type(error).__name__}: {error}".partition("\n")[0]
     with world.guard():
         outcomes = _gathered((text, failure))
     if failures := [error for _, error in outcomes if error]:
-        return ChosenCosts(AlphaBeta(), f"alpha-beta: this machine could not be measured ({failures[0]})")
+        costs = built_in or AlphaBeta()
+        what = "alpha-beta: this machine" if built_in is None else f"profile {built_in.name}: its links"
+        return ChosenCosts(costs, f"{what} could not be measured ({failures[0]})")
     text = outcomes[0][0]
+    profile, what = _parse(text, built_in, world)
     with world.guard():
         kept = _gathered(entry.write(text.encode()) if dist.get_rank() == 0 else "")[0] or f"cached in {entry.path}"
-    return ChosenCosts(_parse(text), f"measured on this machine in {time.perf_counter() - began:.0f} s{why}, {kept}")
+    what = what if built_in is not None else "measured on this machine"
+    return ChosenCosts(profile, f"{what} in {time.perf_counter() - began:.0f} s{why}, {kept}")
 
 
-def _drifts(profile: MachineProfile, world: ClusterWorld) -> dict[str, float]:
-    """Measured times of a gather over all ranks and of a matmul, relative to the profile."""
+def _drifts(profile: MachineProfile, world: ClusterWorld, has_compute: bool) -> dict[str, float]:
+    """Measured times of a gather over all ranks and, if compute was measured, of a matmul, relative to the profile."""
     place = MeasuredGroup("", world.mesh.num_devices, world.mesh, world.mesh.axis_names)
     size = local_bytes_of("all_gather", place.size, _PROBE_BYTES)
     with world.guard():
@@ -168,21 +218,24 @@ def _drifts(profile: MachineProfile, world: ClusterWorld) -> dict[str, float]:
         links.sample(start, 1)
         turns = _PROBE.turns(_PROBE.rounds, time.perf_counter(), links.peers)
         (gather,) = links.peers.most([typical([links.sample(start, 1, lead_of(_PROBE_BYTES)) for _ in turns])])
+        links.close()
+        drifts = {"gather": gather / profile.seconds("all_gather", world.mesh, place.axes, size)}
+        if not has_compute:
+            return drifts
         case = matmul_case(Pool(world.device, 4 * _PROBE_BYTES), (_PROBE_SIZE,) * 3, torch.float32)
         (matmul,) = time_ops([case], world.device, _PROBE, links.peers)
-    return {
-        "gather": gather / profile.seconds("all_gather", world.mesh, place.axes, size),
-        "matmul": matmul.seconds / profile.compute_seconds(matmul.work),
-    }
+    return drifts | {"matmul": matmul.seconds / profile.compute_seconds(matmul.work)}
 
 
-def _key(seats: Sequence[Seat]) -> str:
+def _key(seats: Sequence[Seat], built_in: MachineProfile | None) -> str:
     """The conditions under which a profile is valid, as text."""
     return json.dumps(
         {
             "format": FORMAT,
             "torch": torch.__version__,
             "backend": str(dist.get_backend_config()),
+            "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
+            "compute": str(built_in),
             "seats": [asdict(seat) for seat in seats],
         }
     )

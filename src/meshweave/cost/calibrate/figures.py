@@ -14,7 +14,7 @@ from meshweave.cost.calibrate.ops import Measurement
 from meshweave.cost.hardware.fitted import along
 from meshweave.cost.hardware.load import parse_profile
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.cost.hardware.schema import DTYPES, KINDS
+from meshweave.cost.hardware.schema import DTYPES, KINDS, Fit
 from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
 
 Row = tuple[float, ...]
@@ -26,7 +26,8 @@ W = TypeVar("W", Matmul, Attention)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """Known facts of the machine: memory of a process in bytes, and how much of it is in use before any tensor is."""
+    """Known facts of the machine: memory of a process in bytes, and how much of it is in use before any tensor is;
+    whether chains of pointwise ops run as a single kernel ("pointwise"), or not ("none")."""
 
     name: str
     version: str
@@ -35,6 +36,7 @@ class MachineFacts:
     devices_per_node: int
     memory_bytes: float
     reserved_bytes: float
+    fusion: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,12 @@ def profile_text(
     return text + ("\n" + head + "\n".join(tables) if tables else ""), rows
 
 
+def links_text(machine: MachineFacts, figures: Measurements) -> str:
+    """The measured links alone, as TOML (`schema.MeasuredLinks`)."""
+    head = f'version = "{machine.version}"\ndevices_per_node = {machine.devices_per_node}\n'
+    return "\n".join([head, *_collective_tables(figures)])
+
+
 def error_rows(profile: MachineProfile, figures: Measurements, places: Sequence[MeasuredGroup]) -> tuple[ErrorRow, ...]:
     """Errors of the profile on held-out points, class by class."""
     errors: dict[str, list[float]] = {}
@@ -101,7 +109,7 @@ def _body(machine: MachineFacts, figures: Measurements) -> str:
         f"# Measured by `{machine.command}`.\n# {machine.summary}\n",
         f'name = "{machine.name}"\nversion = "{machine.version}"\nsource = "measured"\n'
         f'summary = "{machine.summary}"\ndevices_per_node = {machine.devices_per_node}\n'
-        'fusion = "none"\n'
+        f'fusion = "{machine.fusion}"\n'
         f"launch_s = {_number(launch)}  # an op on 4 elements\n",
         f"[memory]\nbytes = {_number(machine.memory_bytes)}\n"
         f"reserved_bytes = {_number(machine.reserved_bytes)}  # of the process before it had tensors\n"
@@ -165,6 +173,19 @@ def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str
             f"[links.{level}]\nbandwidth = {_number(fastest)}  # {comment}\nefficiency = 1.0\n"
             f"compute_slowdown = {_number(contention.slowdown)}\n"
         )
+    yield from _collective_tables(figures)
+
+
+def _collective_tables(figures: Measurements) -> Iterable[str]:
+    for fit in fits_of(figures):
+        head = "[[collectives]]  # bytes of the local input, seconds"
+        named = f'{head}\nop = "{fit.op}"\nlevel = "{fit.level}"\ngroup_size = {fit.group_size}\n'
+        named += f"host = {_number(fit.host)}\nhost_s = {_number(fit.host_s)}\n"
+        yield f"{named}{_points(fit.points)}"
+
+
+def fits_of(figures: Measurements) -> Iterable[Fit]:
+    """The measured links as figures of a profile."""
     samples_of: dict[_Key, list[MeasuredLink]] = {}
     for sample in figures.links:
         samples_of.setdefault((sample.op, sample.level, sample.group_size), []).append(sample)
@@ -172,12 +193,11 @@ def _link_tables(figures: Measurements, memory_bandwidth: float) -> Iterable[str
         key: _rising([(float(x.local_bytes), x.seconds, 1.0) for x in own if not x.is_held_out])
         for key, own in samples_of.items()
     }
+    beside = {own.level: own.seconds for own in figures.contentions}
     for (op, level, size), own in samples_of.items():
-        head = "[[collectives]]  # bytes of the local input, seconds"
         share, least = _host(own)
-        named = f'{head}\nop = "{op}"\nlevel = "{level}"\ngroup_size = {size}\n'
-        named += f"host = {_number(share)}\nhost_s = {_number(max(least, beside[level].seconds))}\n"
-        yield f"{named}{_points(_whole(curves, (op, level, size)))}"
+        points = tuple(_whole(curves, (op, level, size)))
+        yield Fit(op, level, size, points, share, max(least, beside.get(level, 0.0)))
 
 
 def _whole(curves: Mapping[_Key, list[Row]], key: _Key) -> list[Row]:
@@ -225,7 +245,7 @@ def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:
     return rising
 
 
-def _points(rows: Iterable[Row]) -> str:
+def _points(rows: Iterable[Sequence[float]]) -> str:
     lines = "".join(f"  [{', '.join(map(_number, row))}],\n" for row in rows)
     return f"points = [\n{lines}]\n"
 

@@ -11,16 +11,18 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.cost.calibrate.ops import LEAST_ROUNDS, Effort, Peers, time_run, typical
 from meshweave.cost.hardware.collectives import bytes_received
+from meshweave.cost.hardware.fitted import along
 from meshweave.ir.collectives import OURS, RECEIVED
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import Transfer
-from meshweave.runtime.process_groups import ClusterCommunicator
+from meshweave.runtime.process_groups import ClusterCommunicator, sends_from_gpu
 
 _COLLECTIVES = {row.name: (row.op, row.sample) for row in OURS if row.sample}
 OPS = tuple(RECEIVED)
@@ -100,6 +102,8 @@ class LinkTimer:
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, peers: Peers) -> None:
         self.rank, self.device, self.peers = rank, device, peers
         self.communicator = ClusterCommunicator(mesh, rank, device.type == "cuda")
+        can_send = device.type == "cpu" or sends_from_gpu(str(dist.get_backend_config()))
+        self.ops = OPS if can_send else tuple(op for op in OPS if op in _COLLECTIVES)
 
     def start(self, place: MeasuredGroup, op: str, local_bytes: int) -> Callable[[], Any]:
         """A function that begins `op` on an operand of about `local_bytes`, and returns the argument of `wait`."""
@@ -135,6 +139,11 @@ class LinkTimer:
 
     def wait(self, started: Any) -> Tensor | None:
         return self.communicator.wait(started)
+
+    def close(self) -> None:
+        """Release NCCL's memory for the groups. All ranks call it together."""
+        if self.communicator.is_native:
+            self.communicator.destroy_groups()
 
     def sample(self, start: Callable[[], Any], repeats: int, lead: int = 0) -> float:
         """Wall time of a communication, the mean of `repeats` successive ones after `lead` others."""
@@ -182,23 +191,30 @@ def time_links(
     held_out: Sequence[int],
     effort: Effort,
 ) -> list[MeasuredLink]:
-    """Typical seconds of every op in every place where a device receives about so many bytes; sizes that would take too
-    long are omitted. The slowest rank counts."""
+    """Typical seconds of every op in every place where a device receives about so many bytes, to their end on the
+    device; sizes that would take too long are omitted. The slowest rank counts."""
     began = time.perf_counter()
+    on_gpu = links.device.type == "cuda"  # there the caller only enqueues
+    received_bytes = sorted({*sizes, *held_out})
     cases: list[tuple[MeasuredGroup, str, int, bool, Callable[[], Any], int, int, int]] = []
     for place in link_places:
-        for op in OPS:
-            for received in sorted({*sizes, *held_out}):
+        for op in links.ops:
+            curve: list[tuple[float, float]] = []
+            for received, following in zip(received_bytes, [*received_bytes[1:], math.inf], strict=True):
                 size = local_bytes_of(op, place.size, received)
                 start = links.start(place, op, size)
                 links.sample(start, 1)
-                lead = lead_of(received)
-                (first,) = links.peers.most([min(links.sample(start, 1, lead) for _ in range(2))])
+                lead = 0 if on_gpu else lead_of(received)
+                first, elapsed = links.peers.most(
+                    [min(links.sample(start, 1, lead) for _ in range(2)), time.perf_counter() - began]
+                )
                 repeats = max(1, min(effort.max_repeats, round(effort.block_seconds / first)))
                 rounds = max(LEAST_ROUNDS, min(effort.rounds, round(effort.case_seconds / (first * repeats))))
                 is_held_out = received in held_out
                 cases.append((place, op, size, is_held_out, start, lead, repeats, rounds))
-                if first * 3 > effort.case_seconds:
+                curve.append((received, first))
+                expected = along(curve, following) if len(curve) > 1 else first
+                if LEAST_ROUNDS * expected > effort.case_seconds or (elapsed > effort.most_seconds and len(curve) > 1):
                     break
     samples: list[list[float]] = [[] for _ in cases]
     for turn in effort.turns(max((case[-1] for case in cases), default=0), began, links.peers):
@@ -207,7 +223,6 @@ def time_links(
                 start, lead, repeats = case[4:7]
                 sample.append(links.sample(start, repeats, lead))
     seconds = links.peers.most([typical(sample) for sample in samples])
-    on_gpu = links.device.type == "cuda"  # there the caller only enqueues
     host = links.peers.mean(
         [
             0.0 if on_gpu else median(links.host_seconds(case[4], total) for _ in range(effort.host_rounds))

@@ -6,7 +6,7 @@ import os
 import platform
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,9 +24,9 @@ from meshweave.cost.calibrate.cases import (
     memory_cases,
     tiny_cases,
 )
-from meshweave.cost.calibrate.figures import ErrorRow, MachineFacts, Measurements, profile_text
-from meshweave.cost.calibrate.links import LinkTimer, MeasuredGroup, contention, places, time_links
-from meshweave.cost.calibrate.ops import ALONE, Effort, OpCase, Peers, RepeatedOp, time_ops
+from meshweave.cost.calibrate.figures import ErrorRow, MachineFacts, Measurements, links_text, profile_text
+from meshweave.cost.calibrate.links import Contention, LinkTimer, MeasuredGroup, contention, places, time_links
+from meshweave.cost.calibrate.ops import ALONE, Effort, Measurement, OpCase, Peers, RepeatedOp, time_ops
 from meshweave.errors import MeshError
 from meshweave.ir.mesh import Mesh
 from meshweave.runtime.cluster import ClusterWorld
@@ -42,9 +42,10 @@ _BESIDE_BYTES = (64 * _KIB, 4 * _MIB)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementPlan:
-    """What is measured and how often. Sizes are bytes read and written (memory) or received (links)."""
+    """What is measured and how often; without `ops` links only. Sizes are bytes read and written (memory) or received
+    (links)."""
 
-    ops: Effort
+    ops: Effort | None
     links: Effort
     matmul_sizes: tuple[int, ...]
     other_sizes: tuple[int, ...]  # of dtypes beside float32
@@ -102,6 +103,20 @@ BRIEF = MeasurementPlan(
     held_out_received=(),
     is_quick=True,
 )
+# The same on GPUs, which reach their rates at larger sizes: from matmuls of 64 x 64 alone an H200 would have 0.05
+# TFLOP/s in bfloat16, and such compute hides any number of collectives. Between processes that share it, a collective
+# takes 4.6 ms up to 4 MiB and 36 ms for 64 MiB (NCCL 2.28 over sockets, 2026-11).
+BRIEF_GPU = replace(
+    BRIEF,
+    links=Effort(5, 0.12, block_seconds=1e-2, host_rounds=0, most_seconds=3.0),
+    matmul_sizes=(256, 2048),
+    other_sizes=(256, 1024, 4096),
+    max_flops=3e11,
+    attention=((4, 16, 512, 64), (4, 16, 2048, 64), (2, 16, 2048, 128)),
+    memory=tuple(_KIB << i for i in (0, 6, 10, 14, 18)),
+    received=tuple(_KIB << i for i in (5, 12, 14, 16)),
+)
+LINKS_GPU = replace(BRIEF_GPU, ops=None)  # where the compute of the GPU is known
 _HELD_OUT_ATTENTION: tuple[Sizes, ...] = ((2, 4, 96, 64), (1, 4, 384, 64), (3, 4, 64, 48))
 
 
@@ -121,7 +136,8 @@ def calibrate(
     say: Callable[[str], None] = lambda stage: None,
 ) -> Calibration:
     """Measure this process's device; in a job of torch.distributed all ranks call it together, links are measured too,
-    and every rank gets the same result. `command` is recorded in the file as its origin.
+    and every rank gets the same result. `command` is recorded in the file as its origin. The text of a plan without ops
+    is `schema.MeasuredLinks`.
     Raises MeshError if nodes have different numbers of processes.
     """
     reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # KiB on Linux
@@ -147,23 +163,30 @@ class _Measurement:
         peers = ALONE if world is None else peers_of(world)
         num_ranks = 1 if world is None else world.mesh.num_devices
         per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
-        torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
-        self.say("ops")
-        cases = _cases(plan, Pool(device, max(*plan.memory, _LEAST_POOL)))
-        ops = time_ops(list(cases), device, plan.ops, peers)
-        figures = Measurements(tuple(ops))
+        ops: tuple[Measurement, ...] = ()
+        if plan.ops is not None:
+            torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
+            self.say("ops")
+            cases = _cases(plan, Pool(device, max(*plan.memory, _LEAST_POOL)))
+            ops = tuple(time_ops(list(cases), device, plan.ops, peers))
+        figures = Measurements(ops)
         link_places: list[MeasuredGroup] = []
         if world is not None and num_ranks > 1:
             link_places = places(num_ranks, per_node)
             links = LinkTimer(world.mesh, world.rank, device, peers)
             self.say("links")
-            timed = time_links(links, link_places, plan.received, plan.held_out_received, plan.links)
-            self.say("compute beside communication")
-            beside = _mixed_work(Pool(device, _BESIDE_BYTES[1]), device)
-            levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
-            slow = tuple(contention(links, at, beside, plan.links, _BESIDE_BYTES) for at in levels.values())
-            figures = Measurements(tuple(ops), tuple(timed), slow)
+            timed = tuple(time_links(links, link_places, plan.received, plan.held_out_received, plan.links))
+            slow: tuple[Contention, ...] = ()
+            if plan.ops is not None:
+                self.say("compute beside communication")
+                beside = _mixed_work(Pool(device, _BESIDE_BYTES[1]), device)
+                levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
+                slow = tuple(contention(links, at, beside, plan.links, _BESIDE_BYTES) for at in levels.values())
+            links.close()
+            figures = Measurements(ops, timed, slow)
         facts = _machine(name, command, device, num_ranks, per_node, reserved)
+        if plan.ops is None:
+            return Calibration(links_text(facts, figures), ())
         text, errors = profile_text(facts, figures, link_places)
         return Calibration(text, errors)
 
@@ -255,4 +278,5 @@ def _machine(
         devices_per_node=per_node,
         memory_bytes=memory,
         reserved_bytes=min(reserved, memory / 2),
+        fusion="pointwise" if device.type == "cuda" else "none",  # regions are compiled there
     )

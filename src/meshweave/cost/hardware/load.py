@@ -12,11 +12,12 @@ from functools import cache, lru_cache
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.errors import MeshweaveError
 
+T = TypeVar("T")
 _DATA = resources.files("meshweave.cost.hardware") / "data"
 Path_ = tuple[str | int, ...]  # keys and list indices from the root of a file to a value
 
@@ -73,12 +74,17 @@ def _from_file(path: Path) -> MachineProfile:
 
 def parse_profile(text: str, file: str) -> MachineProfile:
     """The profile in the TOML `text`; `file` is its name in errors. Raises MeshweaveError as `load_profile` does."""
+    return _ProfileReader(file).check(parse_table(MachineProfile, text, file))
+
+
+def parse_table(kind: type[T], text: str, file: str) -> T:
+    """A class of the schema from TOML. Raises MeshweaveError as `load_profile` does."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise MeshweaveError("the machine profile is not TOML", where=file, got=str(error), expected="TOML") from error
-    reader = _ProfileReader(file)
-    return reader.check(reader.table(MachineProfile, table, ()))
+    read: T = _ProfileReader(file).table(kind, table, ())
+    return read
 
 
 class _ProfileReader:

@@ -219,6 +219,15 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredLinks:
+    """The communications of a job, measured: what the built-in profile of its devices does not say."""
+
+    version: str = field(metadata=_TEXT)
+    devices_per_node: int = field(metadata=COUNT)
+    collectives: tuple[Fit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class FitError:
     """A calibration's own estimate of its error on held-out points: relative errors, 0.1 is 10%."""
 

@@ -23,6 +23,14 @@ Shape = tuple[int, ...]
 Form = tuple[Shape, Shape, torch.dtype]  # shape, stride and dtype of a tensor
 CompiledFunction = Callable[[list[Any]], Sequence[Any]]  # empties its argument list
 
+
+def _reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.view(dtype)`, with casts of bools, which are bytes of 0 and 1: Inductor does not know their size (torch
+    2.11)."""
+    plain = x.to(torch.uint8) if x.dtype is torch.bool else x
+    return plain.view(torch.uint8).to(torch.bool) if dtype is torch.bool else plain.view(dtype)
+
+
 # Ops whose kernels a compiler traces through, because these call ATen ops. It calls the kernels of other meshweave ops
 # as they are: random numbers wrap around in 64 bits, and squares are added in float64 in a particular order.
 _SEEN_INTO = {
@@ -33,7 +41,11 @@ _SEEN_INTO = {
         ours.attention_backward.default,
         ours.matmul.default,
     )
-} | {ours.grouped_mm.default: grouped.seen_mm, ours.grouped_outer.default: grouped.seen_outer}
+} | {
+    ours.grouped_mm.default: grouped.seen_mm,
+    ours.grouped_outer.default: grouped.seen_outer,
+    aten.view.dtype: _reinterpret,
+}
 
 
 @dataclass(frozen=True, slots=True)
