@@ -84,7 +84,7 @@ def test_devices_are_known_by_name(device: str, expected: str | None) -> None:
 def test_an_entry_of_another_format_is_not_used(tmp_path: Path) -> None:
     entry = CacheEntry(tmp_path, "key")
     entry.write(TEXT.replace("launch_s", "launching_s").encode())
-    assert "not a profile of this version ('launching_s' is unknown)" in automatic._cached_profile(entry)[1]
+    assert "not a profile of this version ('launching_s' is unknown)" in automatic._cached_profile(entry, None, 2)[1]
 
 
 # Jobs

@@ -103,7 +103,7 @@ def costs_for(
 def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool) -> ChosenCosts:
     with world.guard():
         seats = _gathered(Seat.here(world.device))
-    names = sorted({seat.device for seat in seats})
+    num_ranks, names = len(seats), sorted({seat.device for seat in seats})
     known = profile_of_device(names[0]) if len(names) == 1 else None
     built_in = load_profile(known) if known else None
     if is_small:
@@ -115,9 +115,9 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool
         _NOTES.warning("devices of different kinds in a job: %s; all of them wait for the slowest", ", ".join(names))
     with entry.lock() if is_first else nullcontext():
         with world.guard():
-            text, trouble = _gathered(_cached_profile(entry, built_in, world) if is_first else ("", ""))[0]
+            text, trouble = _gathered(_cached_profile(entry, built_in, num_ranks) if is_first else ("", ""))[0]
         if text:
-            profile, what = _parse(text, built_in, world)
+            profile, what = _parse(text, built_in, num_ranks)
             drifts = _drifts(profile, world, built_in is None)
             wrong = [name for name, drift in drifts.items() if not _LEAST_DRIFTS[name] <= drift <= _MOST_DRIFT]
             if not wrong:
@@ -126,25 +126,25 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool
         return _measured(world, entry, built_in, trouble, progress)
 
 
-def _cached_profile(entry: CacheEntry, built_in: MachineProfile | None, world: ClusterWorld) -> tuple[str, str]:
+def _cached_profile(entry: CacheEntry, built_in: MachineProfile | None, num_ranks: int) -> tuple[str, str]:
     """The cached TOML, and what is wrong with it; both empty if there is none."""
     data, trouble = entry.read()
     text = data.decode(errors="replace")
     try:
         if text:
-            _parse(text, built_in, world)
+            _parse(text, built_in, num_ranks)
     except MeshweaveError as error:
         return "", f"{entry.path} is not a profile of this version ({error.what})"
     return text, trouble
 
 
-def _parse(text: str, built_in: MachineProfile | None, world: ClusterWorld) -> tuple[MachineProfile, str]:
+def _parse(text: str, built_in: MachineProfile | None, num_ranks: int) -> tuple[MachineProfile, str]:
     """The costs that were measured as `text`, and in words what they are."""
     if built_in is None:
         profile = parse_profile(text, "the profile of this machine")
         return profile, f"measured on this machine: {profile.version}"
     links = parse_table(MeasuredLinks, text, "the links of this machine")
-    profile = with_links(built_in, links, world.mesh.num_devices)
+    profile = with_links(built_in, links, num_ranks)
     taken = ", ".join(dict.fromkeys(f"{fit.op} in a {fit.level}" for fit in profile.collectives))
     said = f"as measured: {taken}" if taken else "within 25% of those measured"
     return profile, f"profile {built_in.name} by the name of the devices; its links {said} ({links.version})"
@@ -201,7 +201,7 @@ def _measured(
         what = "alpha-beta: this machine" if built_in is None else f"profile {built_in.name}: its links"
         return ChosenCosts(costs, f"{what} could not be measured ({failures[0]})")
     text = outcomes[0][0]
-    profile, what = _parse(text, built_in, world)
+    profile, what = _parse(text, built_in, len(outcomes))
     with world.guard():
         kept = _gathered(entry.write(text.encode()) if dist.get_rank() == 0 else "")[0] or f"cached in {entry.path}"
     what = what if built_in is not None else "measured on this machine"
