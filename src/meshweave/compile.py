@@ -246,8 +246,8 @@ def compile(
     mesh, plan: "dp=2,tp=2", {"dp": 2, "tp": 2} or a Mesh; a `Plan`, or its text ("fsdp:dp+hf_tp:tp", a file). Without a
         plan the axes dp, fsdp, cp, tp and pp have their usual meaning.
     profile: the costs by which moves are chosen: an AlphaBeta, a MachineProfile, the name of a profile ("h100") or its
-        file. Without it (or with "auto") a job of several processes uses the known profile of its GPUs, else measures
-        machine and links once (about 10 s) and caches the figures on disk (docs/calibrate.md). "alpha-beta" opts out;
+        file. Without it (or with "auto") a job of several processes measures machine and links once (about 10 s; known
+        GPUs only links) and caches the figures on disk (docs/calibrate.md). "alpha-beta" opts out;
         virtual devices, which have no links, use it, and without profile= steps of less than 1 MiB of parameters and
         batch. `program.costs_from` reports the choice.
     passes: the passes over the step, as a list of `meshweave.passes` or as text: "exact" (keep, overlap: values
