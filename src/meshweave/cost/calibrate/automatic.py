@@ -146,15 +146,15 @@ def _parse(text: str, built_in: MachineProfile | None, num_ranks: int) -> tuple[
     links = parse_table(MeasuredLinks, text, "the links of this machine")
     profile = with_links(built_in, links, num_ranks)
     taken = ", ".join(dict.fromkeys(f"{fit.op} in a {fit.level}" for fit in profile.collectives))
-    said = f"as measured: {taken}" if taken else "within 25% of those measured"
-    return profile, f"profile {built_in.name} by the name of the devices; its links {said} ({links.version})"
+    outcome = f"as measured: {taken}" if taken else "within 25% of those measured"
+    return profile, f"profile {built_in.name} by the name of the devices; its links {outcome} ({links.version})"
 
 
 def with_links(built_in: MachineProfile, measured: MeasuredLinks, num_ranks: int) -> MachineProfile:
     """A built-in profile with the measured collectives of each op and level where one takes more than 25% longer or
     shorter than the profile says."""
-    found = {(place.level, place.size): place for place in places(num_ranks, measured.devices_per_node)}
-    fits = [fit for fit in measured.collectives if (fit.level, fit.group_size) in found]
+    groups = {(place.level, place.size): place for place in places(num_ranks, measured.devices_per_node)}
+    fits = [fit for fit in measured.collectives if (fit.level, fit.group_size) in groups]
     links = built_in.links
     if links.net is None and any(fit.level == "net" for fit in fits):
         links = replace(links, net=Link(max(fit.points[-1][0] / fit.points[-1][1] for fit in fits), 1.0))
@@ -167,7 +167,7 @@ def with_links(built_in: MachineProfile, measured: MeasuredLinks, num_ranks: int
     )
 
     def differs(fit: Fit) -> bool:
-        place = found[fit.level, fit.group_size]
+        place = groups[fit.level, fit.group_size]
         ratios = [s / profile.seconds(fit.op, place.mesh, place.axes, size) for size, s in fit.points]
         return max(*ratios, *(1 / ratio for ratio in ratios)) > _MOST_ERROR
 
