@@ -110,8 +110,8 @@ def widened(program: Program) -> Program:
     return replace(program, model=model, batches=batches, settings=replace(program.settings, dtype=torch.float64))
 
 
-def differences(program: Program, got: Trained, expected: Trained) -> list[str]:
-    """What differs by more than the bound, the largest first; nothing where the two agree."""
+def differences(program: Program, got: Trained, expected: Trained, share: float = 1.0) -> list[str]:
+    """What differs by more than a share of the bound, the largest first; nothing where the two agree."""
     bound = AUTOCAST_BOUND if "precision" in program.settings.options else BOUNDS[program.settings.dtype]
     found: list[tuple[float, str]] = []
     for kind in ("losses", "norms"):
@@ -132,7 +132,7 @@ def differences(program: Program, got: Trained, expected: Trained) -> list[str]:
                 continue
             error = _error(have[name], want[name], 0.1 * scale)
             found.append((error, f"{kind} {name}: off by {error:.3g} of its magnitude"))
-    return [text for error, text in sorted(found, reverse=True) if not error <= bound]
+    return [text for error, text in sorted(found, reverse=True) if not error <= share * bound]
 
 
 def _error(got: Tensor, want: Tensor, least: float = 0.0) -> float:

@@ -69,7 +69,10 @@ def outcome(seed: int) -> Outcome:
     wrong = differences(program, got, expected)
     if wrong and "precision" in program.settings.options:
         # Adam makes a whole step of a gradient's last digit: with the one rounding that is known, PyTorch does so too.
-        wrong = differences(program, got, eagerly(any_program(seed), RoundsFirst))
+        # What differs between its own two roundings (a gradient that is 0 but for rounding) may be anything.
+        rounded = eagerly(any_program(seed), RoundsFirst)
+        uncertain = {_place(text) for text in differences(program, rounded, expected, share=0.25)}
+        wrong = [text for text in differences(program, got, rounded) if _place(text) not in uncertain]
     if wrong and program.settings.dtype == torch.float32 and "precision" not in program.settings.options:
         # A gradient that is 0 but for rounding (a norm over one element) may be anything in float32.
         with warnings.catch_warnings():
@@ -77,6 +80,10 @@ def outcome(seed: int) -> Outcome:
             program = widened(any_program(seed))
             wrong = differences(program, compiled(program), eagerly(program))
     return done("wrong", "\n".join(wrong[:6])) if wrong else done("right")
+
+
+def _place(difference: str) -> str:
+    return difference.partition(":")[0]
 
 
 def _send(seed: int, pipe: multiprocessing.connection.Connection) -> None:

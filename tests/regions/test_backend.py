@@ -105,7 +105,7 @@ CASES = [
 def test_compiled_regions_train_as_ops_do(name: str, mesh: str, options: dict[str, Any]) -> None:
     eager, expected = trained(name, "eager", mesh, **options)
     step, losses = trained(name, "inductor", mesh, **options)
-    is_narrow = "autocast" in options
+    is_narrow = "precision" in options
     assert losses == pytest.approx(expected, rel=1e-2 if is_narrow else 1e-5)
     assert_alike(step, eager, 0.1 if is_narrow else 1e-4)
     assert num_regions(step)
