@@ -13,7 +13,8 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.place.resolve import batch_axes
-from meshweave.runtime.process_groups import check_sends_from_gpu
+from meshweave.runtime.cluster import init_from_env
+from meshweave.runtime.process_groups import ClusterCommunicator, check_sends_from_gpu
 
 
 class Net(nn.Module):
@@ -184,6 +185,35 @@ def test_a_mesh_that_is_too_large_to_be_proven() -> None:
     with pytest.raises(mw.MeshError, match="too large to be planned") as raised:
         build_program(source, {"input": torch.ones(2, 2)}, None, target, CaptureOptions())
     assert raised.value.got == "100,000 devices"
+
+
+def test_a_rank_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("RANK", "3"),
+        ("WORLD_SIZE", "4"),
+        ("LOCAL_RANK", "1"),
+        ("MASTER_ADDR", "x"),
+        ("MASTER_PORT", "1"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(mw.MeshError, match="this rank has no GPU") as caught:
+        init_from_env("nccl")
+    assert caught.value.got == "LOCAL_RANK=1 on a host with 1 CUDA devices"
+
+
+def test_two_ranks_on_a_gpu() -> None:
+    refusal = (
+        "NCCL error in ProcessGroupNCCL.cpp, invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on 18000"
+    )
+
+    def begin() -> Any:
+        raise RuntimeError(refusal)
+
+    with pytest.raises(mw.StepError, match="two ranks have the same GPU") as caught:
+        ClusterCommunicator(mw.Mesh("dp=2"), 1, True)._begin(begin)
+    assert caught.value.got == refusal.splitlines()[1]
+    assert "NCCL_HOSTID" in caught.value.hint
 
 
 @pytest.mark.parametrize(("config", "is_refused"), [("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", False)])

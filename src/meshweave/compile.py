@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshweave.build import Target, build_program
@@ -108,6 +109,7 @@ class CompileOptions:
             "memory_cap_bytes": self.memory_cap_bytes,
             "weights": self.weights,
             "device": str(self.device).partition(":")[0],
+            "backend": str(dist.get_backend_config()) if dist.is_initialized() else "",
         }
         options = {"capture": self.capture, "passes": pipeline, "run": self.run, "argument": arguments}
         same: dict[str, Any] = {"mesh": (mesh, mesh.devices), "plan": plan, "profile": self.profile, "options": options}

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests import models
 from tests.state_meter import StateMeter
 from tests.training import assert_equals_eager, assert_tensors, batches, mse, sgd, train_eagerly
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshweave as mw
 from meshweave.errors import CheckpointError, LayoutError, PlanError, StepError
@@ -28,6 +30,7 @@ from meshweave.runtime.state import State
 from meshweave.runtime.world import LocalWorld
 from meshweave.train_step import CompiledStep
 
+aten = torch.ops.aten
 ADAM = partial(torch.optim.AdamW, lr=0.01)
 
 
@@ -52,6 +55,36 @@ class Deep(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.stats(x)
+
+
+class Reads(TorchDispatchMode):
+    """Fails where the host reads a value, for which it would wait on a GPU."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert op.overloadpacket not in (aten._local_scalar_dense, aten.nonzero, aten.equal, aten.is_nonzero), op
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow_rows("dp=2", "tp=2", "cp=2")
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2", "tp=2", "cp=2"])
+def test_the_host_reads_no_value_between_the_ops_of_a_step(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and norms are read by the session, between parts, if they are checked. (On processors random numbers read
+    the number of the step.)"""
+    model, batch, loss = models.hugging_face("llama", batch=4, heads=4, layers=1)
+    step = mw.compile(
+        model, loss=loss, example=batch, optimizer=ADAM(model.parameters()), mesh=mesh, clip_grad_norm=1.0
+    )
+    run, parts = step.session.executor.run, list[int]()
+
+    def without_reads(part: int, after: Any = None) -> None:
+        parts.append(part)
+        with Reads():
+            run(part, after)
+
+    monkeypatch.setattr(step.session.executor, "run", without_reads)
+    for _ in range(2):
+        step(batch)
+    assert parts == [0, 1, 2] * 2
 
 
 def _storages(tensors: Iterable[Tensor | None]) -> set[int]:

@@ -212,7 +212,7 @@ def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> t
         )
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in chosen:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_own_gpu())
     try:
         dist.init_process_group(chosen, timeout=timeout)
     except RuntimeError as error:
@@ -225,6 +225,21 @@ def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> t
             "torch.distributed.init_process_group(timeout=...) before compile",
         ) from error
     return dist.get_rank(), dist.get_world_size()
+
+
+def _own_gpu() -> int:
+    """The index of this rank's GPU. MeshError if its host has none for it."""
+    own, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if own >= count:
+        raise MeshError(
+            "this rank has no GPU",
+            where=f"rank {os.environ['RANK']}",
+            got=f"LOCAL_RANK={own} on a host with {count} CUDA devices",
+            expected="a process per GPU",
+            hint=f"torchrun --nproc-per-node={count or 1}, or init_from_env('gloo') and device='cpu'; to share a GPU, "
+            "slowly, for a test: LOCAL_RANK=0 and another NCCL_HOSTID for each rank",
+        )
+    return own
 
 
 def shutdown(world: ClusterWorld | None = None) -> None:

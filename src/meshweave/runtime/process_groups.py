@@ -292,6 +292,15 @@ class ClusterCommunicator:
         try:
             pending = begin()
         except RuntimeError as error:
+            if "Duplicate GPU" in str(error):
+                raise StepError(
+                    "two ranks have the same GPU, which NCCL refuses",
+                    where=f"rank {self.rank}",
+                    got=next(line for line in str(error).splitlines() if "Duplicate GPU" in line),
+                    expected="a GPU for each rank of a host",
+                    hint="give each its own LOCAL_RANK (torchrun does); to share a GPU, slowly, for a test: another "
+                    "NCCL_HOSTID for each rank",
+                ) from error
             raise ConnectionLost("a communication could not start", got=str(error)) from error
         self.open.add(pending)
         if self.recorder is not None:
