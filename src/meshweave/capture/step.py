@@ -83,8 +83,9 @@ class Precision:
     reduce_after_cast: cast to the smaller dtype before a sum over devices instead of after it. This rounds each part.
     accumulate_in: where gradients of microbatches are added up. "whole": unsharded, so that devices reduce them once a
         step but store whole gradients where fsdp stores shards; "shards": reduce-scattered in each microbatch over the
-        axes that shard the parameter; "auto": whole, unless a device would then exceed memory_cap_bytes or, without it,
-        the machine profile's memory. `program.accumulation` and `meshweave plan` report the choice.
+        axes that shard the parameter; "auto": as `Plan.zero1` and `zero2` say, else whole, unless a device would then
+        exceed memory_cap_bytes or, without it, the machine profile's memory. Beside whole sums, parameters are gathered
+        once a step as far as that memory allows. `program.accumulation` and `meshweave plan` report the choice.
     loss_scale: whether the loss is scaled. "auto": if gradients are computed through float16, as by
         `torch.amp.GradScaler()`; a `LossScale` with other numbers; None: never. `step.metrics` has `loss_scale` and
         `skipped_steps`.
@@ -401,8 +402,9 @@ class _StepRun:
         self.tracker.phase = "backward"
         trained = {n: p for n, p in self.leaves.items() if p.requires_grad}
         scale = self.values.scalars.get(LOSS_SCALE)
-        if scale is not None and self.options.accumulate > 1:  # as of loss / accumulate, whose gradients are smaller
-            scale = scale * (1.0 / self.options.accumulate)
+        if self.options.accumulate > 1:  # as of loss / accumulate
+            part = 1.0 / self.options.accumulate
+            scale = torch.full_like(value, part) if scale is None else scale * part
         grads = _gradients(value, trained, scale)
         results |= _buffers(model, self.buffers)
         self.tracker.record.finish([*results.values(), *grads.values()])
@@ -426,9 +428,7 @@ class _StepRun:
         """Add the gradients of a microbatch to the sums of earlier microbatches."""
         for name, gradient in grads.items():
             self.tracker.modules = [name.rpartition(".")[0]]
-            is_divided = LOSS_SCALE in self.values.scalars  # by the scale
-            part = gradient if is_divided else gradient * (1.0 / self.options.accumulate)
-            grads[name] = self.values.acc[name] + part
+            grads[name] = self.values.acc[name] + gradient
         self.tracker.modules = []
 
 

@@ -160,7 +160,7 @@ class _Mapper:
         if len(meshes) == 1:
             return meshes.pop()
         last, user = node, next(iter(node.users), None)
-        while user is not None and (user.target is aten.add.Tensor or _scales(user)):
+        while user is not None and user.target is aten.add.Tensor:
             last, user = user, next(iter(user.users), None)
         outputs = self.step.results.items()
         name = next((name for (_, name), value in outputs if value is last), None)
@@ -168,11 +168,6 @@ class _Mapper:
             return self.params.get(name)
         known = self.calls.get(origin_of(user).call) if user is not None else None
         return known or self._operands(node)
-
-
-def _scales(node: fx.Node) -> bool:
-    """Whether an op multiplies by a number, as gradients of several microbatches are."""
-    return node.target is aten.mul.Tensor and len(tensor_inputs(node)) == 1
 
 
 def axes_of_operators(step: StepGraph, mesh: Mesh) -> set[str]:

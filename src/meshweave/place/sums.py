@@ -12,15 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-import torch
 from torch import fx
 
 from meshweave.ir.graph import StepGraph, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, VIEWS
-
-_SCALE = torch.ops.aten.mul.Tensor
 
 
 @dataclass(slots=True)
@@ -32,7 +29,7 @@ class Sums:
     where: str
     operands: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
     of_gradient: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # gradient -> sums so far
-    paths: set[fx.Node] = field(default_factory=set)  # casts, views and factors between backward and whole sums
+    paths: set[fx.Node] = field(default_factory=set)  # casts and views between backward and sums
 
     def __post_init__(self) -> None:
         items = self.step.sources
@@ -43,25 +40,23 @@ class Sums:
                 so_far, gradient = (first, second) if is_first else (second, first)
                 self.operands[value] = so_far, gradient
                 self.of_gradient.setdefault(gradient, []).append(so_far)
-                while self.where == "whole" and _is_passed(gradient):
+                while _is_passed(gradient):
                     self.paths.add(gradient)
                     (gradient,) = tensor_inputs(gradient)
 
     def order(self) -> list[fx.Node]:
         """The nodes of the step in the order in which they are placed.
 
-        A gradient is scaled as soon as it is computed. It is then added to a whole sum at once, so that it does not
-        live beside the sum; it is added to a shard at the end of backward, so that the microbatch's moves have had time
-        to finish.
+        A gradient is added to a whole sum as soon as it is computed, so that it does not live beside the sum; it is
+        added to a shard at the end of backward, so that the microbatch's moves have had time to finish.
         """
+        nodes = list(self.step.graph.nodes)
+        if self.where == "shards":
+            return nodes
         early: dict[fx.Node, list[fx.Node]] = {}
         for node, (_, gradient) in self.operands.items():
-            scaled = tensor_inputs(gradient) if gradient.target is _SCALE else []
-            chain = [gradient] if len(scaled) == 1 else []
-            chain += [node] if self.where != "shards" else []
-            early.setdefault(scaled[0] if len(scaled) == 1 else gradient, []).extend(chain)
-        late = {n for chain in early.values() for n in chain}
-        return [each for node in self.step.graph.nodes if node not in late for each in (node, *early.get(node, ()))]
+            early.setdefault(gradient, []).append(node)
+        return [each for node in nodes if node not in self.operands for each in (node, *early.get(node, ()))]
 
     def layout(self, produced: Layout, stored: Layout, shape: Sequence[int]) -> Layout:
         """The layout of a sum, where backward returns the gradient in `made` and the parameter is stored in `stored`.
@@ -79,7 +74,7 @@ class Sums:
 
 
 def _is_passed(node: fx.Node) -> bool:
-    return len(tensor_inputs(node)) == 1 and (node.target in VIEWS or node.target in CASTS or node.target is _SCALE)
+    return len(tensor_inputs(node)) == 1 and (node.target in VIEWS or node.target in CASTS)
 
 
 def sum_bytes(placed: StepGraph) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from meshweave.runtime.regions.cut import Fused
 
 FORWARD, BACKWARD, UPDATE = 0, 1, 2  # the parts of a step, which run in this order
 
-_CAT = torch.ops.aten.cat.default
+_CAT, _ADD = torch.ops.aten.cat.default, torch.ops.aten.add.Tensor
 
 Env = list[Any]  # the values of a device: a cell per node of its rank graph
 After = Callable[[int, "Task"], None]
@@ -168,7 +168,7 @@ def compile_tasks(
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
     lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept
-    buckets = _buckets(graph)
+    buckets, sums = _buckets(graph), _sums(graph)
     frees: dict[Step, list[int]] = {}
     for used, step in last.items():
         if used not in lasting:
@@ -186,7 +186,7 @@ def compile_tasks(
         if step.target in FACTORIES and device.type != "cpu":
             kwargs = {**kwargs, "device": device}
         is_flat = not kwargs and not any(isinstance(a, (list, tuple)) for a in args)
-        function: Any = KERNELS.get(step.target, step.target)
+        function: Any = torch.Tensor.add_ if step in sums else KERNELS.get(step.target, step.target)
         kind = (step.target in STARTS, step.target is WAIT)
         owns = kind[0] and step.args[0] in buckets
         return Task(
@@ -216,6 +216,15 @@ def _buckets(graph: RankGraph) -> set[fx.Node]:
         return set()
     values = local_values(graph).values
     return {n for n in cats if all(values[part][0].num_elements < values[n][0].num_elements for part in n.args[0])}
+
+
+def _sums(graph: RankGraph) -> set[fx.Node]:
+    """Additions of a gradient to the sum of earlier microbatches, which they overwrite: nothing else reads it."""
+    earlier = {n: i.name for n, i in graph.sources.items() if i.kind == "acc" and len(n.users) == 1}
+    sums = {node: name for (kind, name), node in graph.results.items() if kind == "acc" and node.target is _ADD}
+    return {
+        n for n, name in sums.items() if earlier.get(n.args[0]) == name and n.meta["spec"] == n.args[0].meta["spec"]
+    }
 
 
 def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
