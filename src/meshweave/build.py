@@ -3,6 +3,7 @@ runs after each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
@@ -11,6 +12,7 @@ from typing import Any
 from meshweave.capture.batch import Batch
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions, StepSource, capture_source
+from meshweave.check.same import check_same
 from meshweave.cost.hardware import Costs
 from meshweave.errors import MeshError
 from meshweave.expert_chunks import built_in_chunks
@@ -24,7 +26,7 @@ from meshweave.optimize.batch_split.blocks import in_blocks
 from meshweave.optimize.batch_split.ends import share_ends
 from meshweave.optimize.batch_split.tables import by_expert
 from meshweave.optimize.overlap.order import without_collector
-from meshweave.optimize.prefetch import delay_gradient_waits
+from meshweave.optimize.prefetch import delay_gradient_waits, gather_once
 from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
 from meshweave.passes.pipeline import optimize
 from meshweave.place.assign import Price
@@ -243,20 +245,26 @@ def _planned(
         roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(placing.planner)), costs)
         return placed, tuple(verify_rank(delay_gradient_waits(role)) for role in roles)
 
-    placed, roles, note = _accumulated(expanded, options, pipeline.room(costs))
+    placed, roles, note = _accumulated(expanded, options, resolved.accumulate_in, pipeline, costs)
     optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
     return Planned(captured=step, placed=placed, optimized=optimized, placement=placement, accumulation=note)
 
 
 def _accumulated(
-    expanded: Callable[[str, bool], tuple[StepGraph, tuple[RankGraph, ...]]], options: CaptureOptions, room: int | None
+    expanded: Callable[[str, bool], tuple[StepGraph, tuple[RankGraph, ...]]],
+    options: CaptureOptions,
+    of_plan: str,
+    pipeline: Pipeline,
+    costs: Costs,
 ) -> tuple[StepGraph, tuple[RankGraph, ...], str]:
-    """A program that adds up its microbatches' gradients as the options ask, and a sentence about that.
+    """A program that adds up its microbatches' gradients as the options ask, else the plan, and a sentence about that.
 
-    `expanded(where, casts_once)` places and expands it. "auto" is whole, unless a device would then use more than
-    `room` bytes, also with casts of parameters in every microbatch.
+    `expanded(where, casts_once)` places and expands it. "auto" is whole, unless a device would then use more bytes than
+    it has, also with casts of parameters in every microbatch. Beside whole sums parameters are gathered once a step,
+    as far as memory allows.
     """
-    microbatches, where = options.accumulate, options.precision.accumulate_in
+    microbatches, where, room = options.accumulate, options.precision.accumulate_in, pipeline.room(costs)
+    where = of_plan if where == "auto" else where
     first = "whole" if where == "auto" else where
     placed, roles = expanded(first, True)
     if microbatches == 1:
@@ -274,7 +282,25 @@ def _accumulated(
         return placed, roles, f"{how} in shards, reduced in each microbatch: {asked}"
     if where == "shards":
         return placed, roles, f"{how} in shards, reduced in each microbatch, as asked"
-    return placed, roles, f"{how} whole, in {bytes_text(whole)} a device, and reduced once a step"
+    roles, gathers = _gathered_once(roles, room, 0.5 if pipeline.of("ordered") else 1.0)
+    return placed, roles, f"{how} whole, in {bytes_text(whole)} a device, and reduced once a step{gathers}"
+
+
+def _gathered_once(roles: tuple[RankGraph, ...], room: int | None, share: float) -> tuple[tuple[RankGraph, ...], str]:
+    """Roles that gather parameters in the first microbatch for all, as far as they fit into this share of the memory
+    that is free (passes that order the step need the rest), and a clause about that."""
+
+    def limit_of(peak: int) -> float:
+        return math.inf if room is None else peak + share * (room - peak)
+
+    new, counts, totals = zip(*(gather_once(role, limit_of) for role in roles), strict=True)
+    for before, after in zip(roles, new, strict=True):
+        if after is not before:
+            check_same(before, verify_rank(after))
+    once, of = sum(counts), sum(totals)
+    if once < of:
+        return new, f"; {once} of {of} gathers of parameters are made once a step: more have no room"
+    return new, "; parameters are gathered once a step" if of else ""
 
 
 def _stored(inputs: PlanInputs, plan: Callable[[], Planned], progress: Progress) -> tuple[Planned, str]:

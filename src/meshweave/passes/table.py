@@ -103,7 +103,7 @@ class Keep(Pass[MeshProgram]):
             cap = cap_of(peak, program.memory_cap_bytes, costs.usable_bytes)
             return peak + int(max(0, cap - peak) * self.share)
 
-        kept, reports = program.each_role(lambda role: keep(role, limit_of, program.microbatches))
+        kept, reports = program.each_role(lambda role: keep(role, limit_of))
         for before, after in zip(program.roles, kept.roles, strict=True):
             if after is not before:
                 check_same(before, after)

@@ -1,4 +1,4 @@
-"""What forward gathers is kept for backward, where memory is free in between.
+"""What forward gathers is kept for backward, and for later microbatches, where memory is free in between.
 
 A plan that shards parameters gathers each of them twice, in forward and again in backward, so that no more than a block
 is whole at a time. As long as a device holds less than at its peak, that second gather buys nothing. The same holds
@@ -25,51 +25,41 @@ from meshweave.optimize.prefetch.gather_ahead import is_alone
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepReport:
     """What was kept: `num_kept` of `num_repeated` results of collectives that the graph computes again, `kept_bytes` of
-    them, and `num_prepared` gathers of parameters for all microbatches. `peak_before` and `peak_bytes` are those of the
-    graph's order, in bytes."""
+    them. `peak_before` and `peak_bytes` are those of the graph's order, in bytes."""
 
     num_kept: int
     num_repeated: int
     kept_bytes: int
     peak_before: int
     peak_bytes: int
-    num_prepared: int = 0
     reason: str = ""
 
     def left(self, reason: str) -> KeepReport:
         """The same, of a role that stays as it was for this reason."""
-        return replace(self, num_kept=0, kept_bytes=0, peak_bytes=self.peak_before, num_prepared=0, reason=reason)
+        return replace(self, num_kept=0, kept_bytes=0, peak_bytes=self.peak_before, reason=reason)
 
     def __str__(self) -> str:
         text = (
             f"{self.num_kept} of {self.num_repeated} repeated collectives not run again, {self.kept_bytes / 1e6:.1f} MB"
         )
-        text += f", {self.num_prepared} gathers once for all microbatches" if self.num_prepared else ""
         return f"{text}: {self.reason}" if self.reason else text
 
 
-def keep(role: RankGraph, limit_of: Callable[[int], int], microbatches: int = 1) -> tuple[RankGraph, KeepReport]:
+def keep(role: RankGraph, limit_of: Callable[[int], int]) -> tuple[RankGraph, KeepReport]:
     """The role without collectives whose results an earlier equal collective already has, in a graph of its own, and
     what was kept.
 
     Two collectives are equal if they are the same op on equal operands, whatever phase they are of. The result of the
     earlier one lives until the last use of the later one, if the peak of the graph's order then stays under
     `limit_of(peak)` bytes, `peak` being that of the role as it is. Results with the shortest time between come first:
-    those of the last blocks. With several microbatches a gather of parameters that then is alone is made in the first
-    microbatch only, if there is memory for that, too. Values are exactly the same. The role itself is returned where
-    nothing is kept.
+    those of the last blocks. Values are exactly the same. The role itself is returned where nothing is kept.
     """
     own = copied(role)
     live = role_liveness(own)
     levels = live.levels()
     peak = max(levels)
     repeats = list(_repeats(own, live))
-    limit_bytes = limit_of(peak)
-    kept = _repeats_that_fit(repeats, levels, limit_bytes)
-    for repeat in reversed(kept):
-        repeat.later.replace_all_uses_with(repeat.earlier)
-        erase_unused(own.graph, [repeat.later], partial(_stays, own))
-    prepared = _prepare(own, levels, limit_bytes) if microbatches > 1 else 0
+    kept = _merge_repeats(own, repeats, levels, limit_of(peak))
     num_bytes = sum(repeat.num_bytes for repeat in kept)
     report = KeepReport(
         num_kept=len(kept),
@@ -77,18 +67,28 @@ def keep(role: RankGraph, limit_of: Callable[[int], int], microbatches: int = 1)
         kept_bytes=num_bytes,
         peak_before=peak,
         peak_bytes=max(levels),
-        num_prepared=prepared,
     )
-    return (own if kept or prepared else role), report
+    return (own if kept else role), report
 
 
-def _prepare(role: RankGraph, levels: list[int], limit_bytes: int) -> int:
-    """Make gathers of parameters in the first microbatch for all, as far as their results fit under the limit at all
-    times; `levels` are raised by these. Returns how many."""
-    numbers, live = _numbers(role.graph), role_liveness(role)
-    count, num_prepared = Counter(numbers[n] for n in role.graph.nodes if n.target is WAIT), 0
-    for node in role.graph.nodes:
-        if node.target is not WAIT or count[numbers[node]] > 1 or not (chain := _chain_of_gather(role, node)):
+def gather_once(role: RankGraph, limit_of: Callable[[int], float]) -> tuple[RankGraph, int, int]:
+    """The role with gathers of parameters in the first microbatch for all, in a graph of its own, as far as their
+    results fit under `limit_of(peak)` at all times. Also how many of the gathers in forward these are, and how many
+    there were. Values are exactly the same. The role itself is returned where there are none."""
+    own = copied(role)
+    live = role_liveness(own)
+    levels = live.levels()
+    limit_bytes = limit_of(max(levels))
+    _merge_repeats(own, [r for r in _repeats(own, live) if _chain_of_gather(own, r.earlier)], levels, limit_bytes)
+    numbers, live = _numbers(own.graph), role_liveness(own)
+    levels = live.levels()
+    count = Counter(numbers[n] for n in own.graph.nodes if n.target is WAIT)
+    num_prepared = num_gathers = 0
+    for node in own.graph.nodes:
+        if node.target is not WAIT or not (chain := _chain_of_gather(own, node)):
+            continue
+        num_gathers += 1
+        if count[numbers[node]] > 1:
             continue
         begin, end, num_bytes = live.ranges[live.storage_of(node)]
         others = [at for at in range(len(levels)) if not begin <= at < end]
@@ -98,7 +98,7 @@ def _prepare(role: RankGraph, levels: list[int], limit_bytes: int) -> int:
                 levels[at] += num_bytes
             for each in chain:
                 each.meta["origin"] = replace(origin_of(each), phase="prepare")
-    return num_prepared
+    return (own if num_prepared else role), num_prepared, num_gathers
 
 
 def _chain_of_gather(role: RankGraph, wait: fx.Node) -> list[fx.Node]:
@@ -170,8 +170,8 @@ def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     return value_numbers(graph, {}, lambda n: None if n.op == "call_function" and not is_random(n.target) else n)
 
 
-def _repeats_that_fit(repeats: list[_Repeat], levels: list[int], limit_bytes: int) -> list[_Repeat]:
-    """The repeats that fit under the limit; `levels` are raised by what these keep."""
+def _merge_repeats(role: RankGraph, repeats: list[_Repeat], levels: list[int], limit_bytes: float) -> list[_Repeat]:
+    """Merge the repeats that fit under the limit, and return them; `levels` are raised by what these keep."""
     chosen: dict[fx.Node, _Repeat] = {}
     for repeat in sorted(repeats, key=lambda r: r.end - r.begin):
         between = range(repeat.begin, repeat.end)
@@ -179,4 +179,8 @@ def _repeats_that_fit(repeats: list[_Repeat], levels: list[int], limit_bytes: in
             for at in between:
                 levels[at] += repeat.num_bytes
             chosen[repeat.later] = repeat
-    return [repeat for repeat in repeats if repeat.later in chosen]
+    merged = [repeat for repeat in repeats if repeat.later in chosen]
+    for repeat in reversed(merged):
+        repeat.later.replace_all_uses_with(repeat.earlier)
+        erase_unused(role.graph, [repeat.later], partial(_stays, role))
+    return merged
