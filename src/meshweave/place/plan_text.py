@@ -16,6 +16,8 @@ from meshweave.place.plans import Entry, Plan
 _SCHEMES: Mapping[str, Callable[..., Plan]] = {
     "dp": Plan.dp,
     "fsdp": Plan.fsdp,
+    "zero1": Plan.zero1,
+    "zero2": Plan.zero2,
     "cp": Plan.cp,
     "shard_state": Plan.shard_state,
     "hf_tp": Plan.hf_tp,

@@ -18,8 +18,8 @@ Devices = Mesh | int | Sequence[int] | str
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One statement: `kind` is batch, state, context, style, layout, on, stages, hf_tp, auto_tp, experts, sequence,
-    keep or idle."""
+    """One statement: `kind` is batch, state, zero, context, style, layout, on, stages, hf_tp, auto_tp, experts,
+    sequence, keep or idle."""
 
     kind: str
     axis: str = ""
@@ -33,8 +33,9 @@ class Plan:
 
     `Plan({"layers.*.mlp.up": "[{tp}, {}]"})` maps globs over parameter and module names to layouts (or a Mesh);
     `Plan.tp("tp", {"*.q_proj": "colwise"})` applies the usual tensor-parallel styles to modules; `Plan.on({"layers.0":
-    mesh["pp"][1]})` assigns modules to devices; `dp`, `fsdp`, `cp`, `shard_state`, `hf_tp`, `auto_tp`,
-    `sequence_parallel` and `stages` are the usual schemes over an axis. `a + b` contains the entries of both.
+    mesh["pp"][1]})` assigns modules to devices; `dp`, `fsdp`, `zero1`, `zero2`, `cp`, `shard_state`, `hf_tp`,
+    `auto_tp`, `sequence_parallel` and `stages` are the usual schemes over an axis. `a + b` contains the entries of
+    both.
     """
 
     entries: tuple[Entry, ...] = ()
@@ -64,6 +65,21 @@ class Plan:
         """ZeRO-3: batch, parameters, gradients and optimizer state sharded over `axis`; parameters gathered where used,
         in forward and again in backward, and freed after use."""
         return Plan([Entry("batch", axis), Entry("state", axis)])
+
+    @staticmethod
+    def zero1(axis: str) -> Plan:
+        """ZeRO-1, Megatron's distributed optimizer: the batch is sharded over `axis`; optimizer state and stored
+        parameters are sharded over `axis` and the axes of `cp` together.
+
+        Once a step parameters are gathered, in the dtype in which they compute, under the first forward, and stay whole
+        to the end of the last backward. Gradients of microbatches are added up whole, and reduce-scattered once a step.
+        """
+        return Plan([Entry("batch", axis), Entry("zero", axis, text="whole")])
+
+    @staticmethod
+    def zero2(axis: str) -> Plan:
+        """ZeRO-2: as `zero1`, but gradients are reduce-scattered in every microbatch and added up in shards."""
+        return Plan([Entry("batch", axis), Entry("zero", axis, text="shards")])
 
     @staticmethod
     def shard_state(axis: str) -> Plan:
@@ -144,8 +160,8 @@ class Plan:
 
     @staticmethod
     def keep(glob: str) -> Plan:
-        """Keep parameters (or those of modules) gathered from forward to backward: less communication, more memory.
-        FSDP2 does so for its root module."""
+        """Keep parameters (or those of modules) gathered from the first forward to the last backward: less
+        communication, more memory. FSDP2 does so for its root module."""
         return Plan([Entry("keep", glob=glob)])
 
     @staticmethod
@@ -179,6 +195,7 @@ class Resolved:
     balance: str = "auto"  # of BALANCE
     is_balanced: bool = False  # the outcome: whether the sequence is in head-tail order
     state_axes: list[str] = field(default_factory=list)
+    accumulate_in: str = "auto"  # where gradients of microbatches are added up, see `capture.step.Precision`
     auto_axes: list[str] = field(default_factory=list)
     shards: dict[str, dict[str, int]] = field(default_factory=dict)
     pins: list[tuple[str, str, str]] = field(default_factory=list)

@@ -54,6 +54,8 @@ def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh) -> Resolved:
     for entry in (default_plan(model, mesh) if plan is None else plan).entries:
         if not (resolved.is_default and entry.kind == "stages"):
             _read(resolved, entry, model, mesh)
+    if resolved.accumulate_in != "auto":  # ZeRO-1 and 2
+        resolved.state_axes += [axis for axis in resolved.context_axes if axis not in resolved.state_axes]
     return resolved
 
 
@@ -108,6 +110,12 @@ def _batch(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> No
 def _state(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     if entry.axis not in resolved.state_axes:
         resolved.state_axes.append(entry.axis)
+
+
+def _zero(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
+    _state(resolved, entry, model, mesh)
+    resolved.kept |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    resolved.accumulate_in = entry.text
 
 
 def _context(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
@@ -319,6 +327,7 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
 _READ: dict[str, Callable[[Resolved, Entry, nn.Module, Mesh], None]] = {
     "batch": _batch,
     "state": _state,
+    "zero": _zero,
     "context": _context,
     "style": _style,
     "hf_tp": _hf_tp,
