@@ -4,7 +4,7 @@ runs after each."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
@@ -25,6 +25,7 @@ from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.optimize.batch_split.blocks import in_blocks
 from meshweave.optimize.batch_split.ends import share_ends
 from meshweave.optimize.batch_split.tables import by_expert
+from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.optimize.overlap.order import without_collector
 from meshweave.optimize.prefetch import delay_gradient_waits, gather_once
 from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
@@ -245,9 +246,16 @@ def _planned(
         roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(placing.planner)), costs)
         return placed, tuple(verify_rank(delay_gradient_waits(role)) for role in roles)
 
-    placed, roles, note = _accumulated(expanded, options, resolved.accumulate_in, pipeline, costs)
-    optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
-    return Planned(captured=step, placed=placed, optimized=optimized, placement=placement, accumulation=note)
+    failed: NoOrderError | None = None
+    for placed, roles, note in _accumulated(expanded, options, resolved.accumulate_in, pipeline, costs):
+        try:
+            optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
+        except NoOrderError as error:
+            failed = error
+            continue
+        return Planned(captured=step, placed=placed, optimized=optimized, placement=placement, accumulation=note)
+    assert failed is not None
+    raise failed
 
 
 def _accumulated(
@@ -256,39 +264,52 @@ def _accumulated(
     of_plan: str,
     pipeline: Pipeline,
     costs: Costs,
-) -> tuple[StepGraph, tuple[RankGraph, ...], str]:
-    """A program that adds up its microbatches' gradients as the options ask, else the plan, and a sentence about that.
+) -> Iterator[tuple[StepGraph, tuple[RankGraph, ...], str]]:
+    """Programs that add up gradients of microbatches as the options ask, else the plan, with a sentence about that;
+    every one needs less memory than the one before it.
 
-    `expanded(where, casts_once)` places and expands it. "auto" is whole, unless a device would then use more bytes than
-    it has, also with casts of parameters in every microbatch. Beside whole sums parameters are gathered once a step,
-    as far as memory allows.
+    `expanded(where, casts_once)` places and expands a program. "auto" is whole, with gathers of parameters once a step
+    as far as memory allows; then with casts of parameters in every microbatch; then in shards.
     """
     microbatches, where, room = options.accumulate, options.precision.accumulate_in, pipeline.room(costs)
     where = of_plan if where == "auto" else where
     first = "whole" if where == "auto" else where
     placed, roles = expanded(first, True)
     if microbatches == 1:
-        return placed, roles, ""
-    is_prepared = any(prepared_values(role.graph) for role in roles)
-    if is_prepared and room is not None and max(map(peak_bytes, roles)) > room:
-        placed, roles = expanded(first, False)
+        yield placed, roles, ""
+        return
     whole, stored = sum_bytes(placed)
     how = f"gradients of {microbatches} microbatches are added up"
-    if whole == stored:
-        return placed, roles, f"{how} in {bytes_text(whole)} a device and reduced once a step"
-    if where == "auto" and room is not None and (peak := max(map(peak_bytes, roles))) > room:
-        placed, roles = expanded("shards", False)
-        asked = f"whole they would need {bytes_text(peak)} a device of {bytes_text(room)}"
-        return placed, roles, f"{how} in shards, reduced in each microbatch: {asked}"
-    if where == "shards":
-        return placed, roles, f"{how} in shards, reduced in each microbatch, as asked"
-    roles, gathers = _gathered_once(roles, room, 0.5 if pipeline.of("ordered") else 1.0)
-    return placed, roles, f"{how} whole, in {bytes_text(whole)} a device, and reduced once a step{gathers}"
+    note = f"{how} whole, in {bytes_text(whole)} a device, and reduced once a step"
+    if first == "shards":
+        note = f"{how} in shards, reduced in each microbatch, as asked"
+    elif whole == stored:
+        note = f"{how} in {bytes_text(whole)} a device and reduced once a step"
+
+    def fits(roles: tuple[RankGraph, ...]) -> bool:
+        return room is None or max(map(peak_bytes, roles)) <= room
+
+    if first == "whole" and fits(roles):
+        once, gathers = _gathered_once(roles, room, 0.5 if pipeline.of("ordered") else 1.0)
+        if gathers:
+            yield placed, once, f"{note}; {gathers}"
+    has_less, is_prepared = where == "auto" and whole != stored, any(prepared_values(role.graph) for role in roles)
+    if fits(roles) or not (has_less or is_prepared):
+        yield placed, roles, note
+    if is_prepared:
+        placed, roles = expanded(first, False)
+        if fits(roles) or not has_less:
+            yield placed, roles, note
+    if has_less and room is not None:
+        how = (
+            f"{how} in shards, reduced in each microbatch: whole they would need more than {bytes_text(room)} a device"
+        )
+        yield *expanded("shards", False), how
 
 
 def _gathered_once(roles: tuple[RankGraph, ...], room: int | None, share: float) -> tuple[tuple[RankGraph, ...], str]:
     """Roles that gather parameters in the first microbatch for all, as far as they fit into this share of the memory
-    that is free (passes that order the step need the rest), and a clause about that."""
+    that is free (passes that order the step need the rest), and a clause about that; an empty one if there are none."""
 
     def limit_of(peak: int) -> float:
         return math.inf if room is None else peak + share * (room - peak)
@@ -299,8 +320,8 @@ def _gathered_once(roles: tuple[RankGraph, ...], room: int | None, share: float)
             check_same(before, verify_rank(after))
     once, of = sum(counts), sum(totals)
     if once < of:
-        return new, f"; {once} of {of} gathers of parameters are made once a step: more have no room"
-    return new, "; parameters are gathered once a step" if of else ""
+        return new, f"{once} of {of} gathers of parameters are made once a step: more have no room" if once else ""
+    return new, "parameters are gathered once a step" if of else ""
 
 
 def _stored(inputs: PlanInputs, plan: Callable[[], Planned], progress: Progress) -> tuple[Planned, str]:
