@@ -271,8 +271,8 @@ def _accumulated(
     `expanded(where, casts_once)` places and expands a program. "auto" is whole, with gathers of parameters once a step
     as far as memory allows; then with casts of parameters in every microbatch; then in shards.
     """
-    microbatches, where, room = options.accumulate, options.precision.accumulate_in, pipeline.room(costs)
-    where = of_plan if where == "auto" else where
+    microbatches, asked, room = options.accumulate, options.precision.accumulate_in, pipeline.room(costs)
+    where = of_plan if asked == "auto" else asked
     first = "whole" if where == "auto" else where
     placed, roles = expanded(first, True)
     if microbatches == 1:

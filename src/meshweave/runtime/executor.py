@@ -220,11 +220,13 @@ def _buckets(graph: RankGraph) -> set[fx.Node]:
 
 def _sums(graph: RankGraph) -> set[fx.Node]:
     """Additions of a gradient to the sum of earlier microbatches, which they overwrite: nothing else reads it."""
-    earlier = {n: i.name for n, i in graph.sources.items() if i.kind == "acc" and len(n.users) == 1}
-    sums = {node: name for (kind, name), node in graph.results.items() if kind == "acc" and node.target is _ADD}
-    return {
-        n for n, name in sums.items() if earlier.get(n.args[0]) == name and n.meta["spec"] == n.args[0].meta["spec"]
-    }
+    earlier = {i.name: n for n, i in graph.sources.items() if i.kind == "acc" and len(n.users) == 1}
+    sums = set()
+    for (kind, name), node in graph.results.items():
+        before = earlier.get(name) if kind == "acc" and node.target is _ADD else None
+        if before is not None and before is node.args[0] and before.meta["spec"] == node.meta["spec"]:
+            sums.add(node)
+    return sums
 
 
 def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
