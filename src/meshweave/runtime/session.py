@@ -170,6 +170,14 @@ def mean_of(numbers: Sequence[Tensor]) -> Tensor:
     return numbers[0] if len(numbers) == 1 else torch.stack([*numbers]).double().mean().to(numbers[0].dtype)
 
 
+def _hand_on(ranks: Sequence[Compiled], envs: Sequence[Env], prepared: Sequence[Sequence[Any]]) -> None:
+    """Put what the first microbatch has prepared into the environments of another. No variable of a longer-lived frame
+    holds it: the last microbatch frees each value after its last use."""
+    for rank, env, values in zip(ranks, envs, prepared, strict=False):
+        for slot, value in zip(rank.prepared, values, strict=True):
+            env[slot] = value
+
+
 def check_finite(losses: Sequence[float], step: int) -> None:
     """StepError if the mean loss of a step is NaN or infinite."""
     loss = sum(losses) / len(losses)
@@ -369,9 +377,7 @@ class Session:
             executor = self.executor if is_last else self._early[min(index, len(self._early) - 1)]
             executor.meter = self.executor.meter
             self._envs = self._inputs(batch, self.state.num_steps * self.settings.accumulate + index, left)
-            for rank, env, values in zip(self.ranks, self._envs, prepared, strict=False):
-                for slot, value in zip(rank.prepared, values, strict=True):
-                    env[slot] = value
+            _hand_on(self.ranks, self._envs, prepared)
             if is_last:
                 prepared.clear()
             executor.begin(self._envs)
