@@ -1,4 +1,4 @@
-# make setup | lint | test | test-all | demo | docs | clean
+# make setup | lint | test | test-all | test-gpu | demo | docs | clean
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ TORCH  := torch==2.13.0
 # Bytecode is kept: tests start a few hundred processes, and each would compile the sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup lint test test-all demo docs clean
+.PHONY: setup lint test test-all test-gpu demo docs clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,11 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pip install --quiet -e '.[integrations]'
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
+
+# On a machine with a GPU: what needs one, and ranks over NCCL that share it, beside DDP and FSDP2.
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/nccl.py --quick
 
 demo: setup
 	$(BIN)/python examples/demo.py

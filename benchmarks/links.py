@@ -29,6 +29,7 @@ class Link:
     address: str
     per_node: int
     interfaces: tuple[str, ...]
+    is_one_gpu: bool = False  # shared by all processes
 
     def run(self, *command: str) -> str:
         """stdout of rank 0, when all have ended. Raises RuntimeError when one fails or they take too long."""
@@ -68,12 +69,15 @@ class Link:
         return processes
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun sets, on as many nodes as there are."""
+        """What torchrun sets, on as many nodes as there are. NCCL refuses two ranks of a host on the same GPU, and
+        takes those with different ids for hosts of their own."""
+        shared = {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         return {
             **os.environ,
+            **(shared if self.is_one_gpu else {}),
             "RANK": str(rank),
             "WORLD_SIZE": str(len(self.prefixes)),
-            "LOCAL_RANK": str(rank % self.per_node),
+            "LOCAL_RANK": "0" if self.is_one_gpu else str(rank % self.per_node),
             "LOCAL_WORLD_SIZE": str(self.per_node),
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(port),
@@ -132,6 +136,11 @@ def _free_port() -> int:
 @contextmanager
 def loopback(count: int = 2) -> Iterator[Link]:
     yield Link("loopback", ((),) * count, "127.0.0.1", count, ("lo",) * count)
+
+
+@contextmanager
+def one_gpu(count: int = 2) -> Iterator[Link]:
+    yield Link("one GPU", ((),) * count, "127.0.0.1", count, ("lo",) * count, is_one_gpu=True)
 
 
 def shape_of(gbit: int) -> tuple[str, ...]:

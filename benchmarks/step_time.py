@@ -28,14 +28,16 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from links import Link, joined, loopback, running
+from links import Job, Link, joined, loopback, running
 from step_time_worker import END, OURS, START, STEP, Config, variants, worker
 
+STEP_TIME = str(Path(__file__).resolve())
 TABLE = Path(__file__).parent / "results" / "step_time.md"
 SAME_LOSS = 1e-5  # relative: sums in another order in float32
 
@@ -80,7 +82,8 @@ def measure(rows: Sequence[Row], cache: str) -> list[dict[str, Any]]:
     for num_ranks, gbit in dict.fromkeys((row.num_ranks, row.gbit) for row in rows):
         with _link(num_ranks, gbit) as link:
             for row in (row for row in rows if (row.num_ranks, row.gbit) == (num_ranks, gbit)):
-                found.append(_measured(link, row, cache))
+                (row_found,) = compare(link, [row], cache)
+                found.append(row_found)
                 print(_line(found[-1]), file=sys.stderr, flush=True)
     return found
 
@@ -89,20 +92,27 @@ def _link(num_ranks: int, gbit: int) -> AbstractContextManager[Link]:
     return joined(num_ranks, gbit) if gbit and num_ranks > 1 else loopback(num_ranks)
 
 
-def _measured(link: Link, row: Row, cache: str) -> dict[str, Any]:
-    load = running()
-    shown = {"key": row.key, "link": row.link, "num_ranks": row.num_ranks, "config": str(row.config), "load": load}
-    names, told = variants(row.config), ("--worker", json.dumps(asdict(row.config)), "--cache", cache)
-    with ExitStack() as stack:
-        jobs, starts = {}, {}
-        for name in names:  # the others wait
-            jobs[name] = stack.enter_context(link.talk(str(Path(__file__)), *told, "--variant", name))
-            starts[name] = jobs[name].ask(START)
-        steps: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        for i in range(row.config.warm_up - 1 + row.config.steps):
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                steps[name].append(jobs[name].ask(STEP))
-        ends = {name: job.ask(END) for name, job in jobs.items()}
+def compare(link: Link, rows: Sequence[Row], cache: str, at_once: int = 1) -> list[dict[str, Any]]:
+    """What the rows took on a link; so many jobs start at the same time, and then those of a row take turns."""
+    with ExitStack() as stack, ThreadPoolExecutor(at_once) as starting:
+        jobs, starts = [], []
+        for row in rows:
+            told = (STEP_TIME, "--worker", json.dumps(asdict(row.config)), "--cache", cache, "--variant")
+            jobs.append({n: stack.enter_context(link.talk(*told, n)) for n in variants(row.config)})
+            starts.append({name: starting.submit(job.ask, START) for name, job in jobs[-1].items()})
+        begun = [{name: start.result() for name, start in own.items()} for own in starts]
+        return [_row(link, *each) for each in zip(rows, jobs, begun, strict=True)]
+
+
+def _row(link: Link, row: Row, jobs: dict[str, Job], starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    name_of = "alone" if row.num_ranks == 1 else link.name
+    shown = {"key": row.key, "link": name_of, "num_ranks": row.num_ranks, "config": str(row.config), "load": running()}
+    names = list(jobs)
+    steps: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for i in range(row.config.warm_up - 1 + row.config.steps):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            steps[name].append(jobs[name].ask(STEP))
+    ends = {name: job.ask(END) for name, job in jobs.items()}
     seconds = {name: [step["seconds"] for step in taken[row.config.warm_up - 1 :]] for name, taken in steps.items()}
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     best = min((name for name in names if not name.startswith(OURS)), key=medians.__getitem__)
@@ -110,7 +120,8 @@ def _measured(link: Link, row: Row, cache: str) -> dict[str, Any]:
         **shown, "best_peer": best, "ratio": medians[OURS] / medians[best], "medians": medians, "seconds": seconds,
         "losses": {name: [step["loss"] for step in (starts[name], *steps[name])] for name in names},
         "starts": {name: start["seconds"] for name, start in starts.items()},
-        "peaks": {name: end.pop("peak_bytes") for name, end in ends.items()}, **ends[OURS],
+        "peaks": {name: end.pop("peak_bytes") for name, end in ends.items()},
+        "collectives": {name: end.pop("collectives") for name, end in ends.items()}, **ends[OURS],
     }  # fmt: skip
 
 
@@ -129,7 +140,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         elif row["key"]:
             ratios[row["key"]] = row["ratio"]
     names = ("key", "link", "num_ranks", "config", "load", "best_peer", "ratio", "medians", "starts",
-             "predicted", "costs", "passes", "peaks")  # fmt: skip
+             "predicted", "costs", "passes", "peaks", "collectives")  # fmt: skip
     return {
         **ratios,
         "worst_ratio": max(row["ratio"] for row in rows),
@@ -160,8 +171,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         "other processes before the row, in processors: figures of a row with load are those of a busy machine.",
         "",
         "| link | processes | model | way | step ms | of the best peer | predicted ms | start to first loss s "
-        "| peak GB | load |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| collectives | peak GB | load |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         best = row["medians"][row["best_peer"]]
@@ -170,7 +181,8 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             cells = (
                 row["link"], str(row["num_ranks"]), row["config"], name, _spread(seconds),
                 f"{row['medians'][name] / best:.2f}", f"{predicted * 1e3:.0f}" if predicted else "",
-                f"{row['starts'][name]:.1f}", f"{row['peaks'][name] / 1e9:.2f}", f"{row['load']:.1f}",
+                f"{row['starts'][name]:.1f}", str(row["collectives"][name]), f"{row['peaks'][name] / 1e9:.2f}",
+                f"{row['load']:.1f}",
             )  # fmt: skip
             parts.append(f"| {' | '.join(cells)} |")
     parts += ["", "What meshweave chose:", ""]

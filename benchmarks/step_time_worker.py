@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import meshweave as mw
+from meshweave.ir.collectives import COLLECTIVES
 from meshweave.runtime.cluster import init_from_env, shutdown
 from meshweave.runtime.regions.compiler import BackendName
 
@@ -45,12 +46,17 @@ class Config:
     warm_up: int = 2
     accumulate: int = 1
     compiles: bool = True  # all ways also compiled
+    device: str = "cpu"  # or "cuda": AdamW and bfloat16 there
 
     def __str__(self) -> str:
         times = f"{self.accumulate} x " if self.accumulate > 1 else ""
         return (
             f"{self.family} {self.layers} x {self.hidden}, {self.scheme}, batch {times}{self.batch} x {self.sequence}"
         )
+
+
+def model_on_device(config: Config) -> nn.Module:
+    return make_model(config).to(config.device, torch.bfloat16 if config.device == "cuda" else torch.float32)
 
 
 def make_model(config: Config) -> nn.Module:
@@ -101,7 +107,8 @@ def meshes(scheme: str, num_ranks: int) -> str:
 def variants(config: Config) -> tuple[str, ...]:
     """Names of ways to train, ours first."""
     peer, _ = PEERS[config.scheme]
-    return (OURS, OURS_COMPILED, peer, f"{peer}, {COMPILED}") if config.compiles else (OURS, peer)
+    own = (OURS, OURS_COMPILED) if config.compiles and config.device == "cpu" else (OURS,)  # compiled there anyway
+    return (*own, peer, f"{peer}, {COMPILED}") if config.compiles else (*own, peer)
 
 
 def make_step(config: Config, variant: str, num_ranks: int) -> Step:
@@ -112,13 +119,13 @@ def make_step(config: Config, variant: str, num_ranks: int) -> Step:
 
 def ours(config: Config, num_ranks: int, backend: BackendName) -> Step:
     """As it comes: no profile, no passes named."""
-    model = make_model(config)
+    model = model_on_device(config)
     batch = next(batches(config, num_ranks))
     step = mw.compile(
         model,
         loss=lambda out, _: out.loss,
         example={"input_ids": batch, "labels": batch},
-        optimizer=torch.optim.SGD(model.parameters(), lr=LR),
+        optimizer=_optimizer(model),
         mesh=meshes(config.scheme, num_ranks),
         forward=lambda m, b: m(**b, use_cache=False),
         accumulate=config.accumulate,
@@ -132,9 +139,14 @@ def ours(config: Config, num_ranks: int, backend: BackendName) -> Step:
     return run
 
 
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [*model.parameters()]
+    return torch.optim.AdamW(parameters, lr=1e-4) if parameters[0].is_cuda else torch.optim.SGD(parameters, lr=LR)
+
+
 def _trained(model: nn.Module, rows: slice, accumulate: int = 1) -> Step:
     """Gradients of microbatches are summed over ranks with the last, by the ways that the peers have for that."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = _optimizer(model)
 
     def step(batch: Tensor) -> float:
         total = 0.0
@@ -160,14 +172,14 @@ def _rows(config: Config, index: int) -> slice:
 
 
 def solo(config: Config, backend: str) -> Step:
-    model = make_model(config)
+    model = model_on_device(config)
     if backend:
         model.compile(backend=backend)
     return _trained(model, slice(None))
 
 
 def ddp(config: Config, backend: str) -> Step:
-    model = make_model(config)
+    model = model_on_device(config)
     if backend:
         model.compile(backend=backend)
     rows = _rows(config, dist.get_rank())
@@ -175,8 +187,8 @@ def ddp(config: Config, backend: str) -> Step:
 
 
 def fsdp2(config: Config, backend: str) -> Step:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    model = _sharded(make_model(config), mesh, backend, config.accumulate == 1)
+    mesh = init_device_mesh(config.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = _sharded(model_on_device(config), mesh, backend, config.accumulate == 1)
     return _trained(model, _rows(config, dist.get_rank()), config.accumulate)
 
 
@@ -190,8 +202,8 @@ def _sharded(model: nn.Module, mesh: DeviceMesh, backend: str, reshards: bool = 
 
 
 def tp(config: Config, backend: str) -> Step:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    model = _parallel(make_model(config), mesh)
+    mesh = init_device_mesh(config.device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = _parallel(model_on_device(config), mesh)
     for block in blocks_of(model) if backend else ():
         block.compile(backend=backend)
     return _trained(model, slice(None))
@@ -212,8 +224,8 @@ def _parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def fsdp2_tp(config: Config, backend: str) -> Step:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = _sharded(_parallel(make_model(config), mesh["tp"]), mesh["dp"], backend)
+    mesh = init_device_mesh(config.device, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = _sharded(_parallel(model_on_device(config), mesh["tp"]), mesh["dp"], backend)
     return _trained(model, _rows(config, mesh.get_local_rank("dp")))
 
 
@@ -238,14 +250,16 @@ def batches(config: Config, num_ranks: int) -> Iterator[Tensor]:
         yield torch.randint(0, config.vocabulary, (rows, config.sequence), generator=made)
 
 
+# Questions and times go over Gloo on GPUs too: a process that waits takes no time of a GPU that others share.
+BACKEND_OF = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # What rank 0 is asked on a line of stdin, and what it answers with on a line of stdout.
 START, STEP, END = QUESTIONS = "start", "step", "end"
 
 
 def worker(config: Config, variant: str) -> None:
     """Train by the variant of that name. Seconds are those of the slowest process, losses those of the global batch."""
-    rank, num_ranks = init_from_env()
-    source, step = batches(config, num_ranks), None
+    rank, num_ranks = init_from_env(BACKEND_OF[config.device])
+    source, step = (batch.to(config.device) for batch in batches(config, num_ranks)), None
     while _asked(rank) != END:
         gc.collect()
         if step is not None:  # caches are cold after the turns of other jobs, and training takes step after step
@@ -256,10 +270,23 @@ def worker(config: Config, variant: str) -> None:
         step = step or make_step(config, variant, num_ranks)
         loss = step(batch)
         _answer(rank, {"seconds": _slowest(time.perf_counter() - began), "loss": _mean(loss)})
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, dtype=torch.int64)
+    on_gpu = config.device == "cuda"
+    own = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.tensor(own, dtype=torch.int64)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    _answer(rank, {"peak_bytes": int(peak), **(described(step.compiled) if variant == OURS else {})})  # type: ignore[union-attr]
+    sent = {} if step is None else {"collectives": num_collectives(step, next(source))}
+    _answer(rank, {"peak_bytes": int(peak), **sent, **(described(step.compiled) if variant == OURS else {})})  # type: ignore[union-attr]
     shutdown()
+
+
+def num_collectives(step: Step, batch: Tensor) -> int:
+    """Of a step: those of our program, or the calls of a peer."""
+    if hasattr(step, "compiled"):
+        (role,) = (role for role in step.compiled.program.roles if dist.get_rank() in role.devices)
+        return sum(node.target in COLLECTIVES for node in role.graph.nodes)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(batch)
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::"))
 
 
 def _asked(rank: int) -> str:
