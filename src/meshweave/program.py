@@ -72,9 +72,12 @@ class Program(Planned):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Decisions that no plan states: where gradients are added up, in which order a sequence is stored; also what
+        """Decisions that no plan states: where gradients are added up, in which order a sequence is stored, why no
+        collective is decomposed; also what
         was wrong with the program on disk."""
-        return tuple(note for note in (self.accumulation, self.sequence, self.eager_update, self.storage) if note)
+        rings = dict.fromkeys(report.note for report in self.optimized.rings)
+        notes = (self.accumulation, self.sequence, self.eager_update, self.storage, *rings)
+        return tuple(note for note in notes if note)
 
     @property
     def as_expanded(self) -> Program:

@@ -13,6 +13,7 @@ from meshweave.cost.simulate.kernels import Fusion
 from meshweave.cost.simulate.pipelines import Pipeline
 from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
+from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
 
@@ -23,7 +24,7 @@ def simulate(
     *,
     fusion: Fusion | None = None,
     pipeline: Pipeline = "sequential",
-    matmul_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | str | None = None,
     title: str = "",
     buckets: Buckets = "none",
     expandable_segments: bool = False,
@@ -37,7 +38,7 @@ def simulate(
         fused, as torch.compile), "blocks" (compiled in repeated blocks, eager elsewhere) or "blocks+loss" (and the
         loss); by default what the profile says of its machine.
     pipeline: how stages take the microbatches of `accumulate`: "sequential" as the runtime does, "gpipe" or "1f1b".
-    matmul_dtype: the dtype of matmuls in repeated blocks, as in float8 training.
+    matmul_dtype: the dtype of matmuls in repeated blocks, as in float8 training, or its name.
     buckets: "blocks" or a number of bytes: which collectives are merged, to predict a system that flattens parameters
         (FSDP: "blocks", its flat buffers are in the memory; "blocks+root" where embedding, last norm and head are left
         to the root module) or gradients (DDP: 25 * 2**20). "none": as the program has them, merged by `overlap` or not.
@@ -52,7 +53,7 @@ def simulate(
         fusion=fusion,
         microbatches=microbatches,
         pipeline=pipeline,
-        matmul_dtype=matmul_dtype,
+        matmul_dtype=_dtype_of(matmul_dtype),
         tokens=tokens,
         title=title,
         buckets=buckets,
@@ -61,6 +62,16 @@ def simulate(
     )
     simulation = simulate_roles(program.roles, machine, options)
     return replace(simulation, notes=(*simulation.notes, *program.notes))
+
+
+def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype, or that of a name: "float8_e4m3fn", "torch.bfloat16"."""
+    known = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        raise MeshweaveError(
+            "matmul_dtype is not a floating-point dtype", got=repr(dtype), expected="torch.float8_e4m3fn, or its name"
+        )
+    return known
 
 
 def best_of(simulations: Sequence[Simulation]) -> int:

@@ -107,6 +107,24 @@ def compiled(model: nn.Module, batch: Any) -> mw.TrainStep:
     return mw.compile(model, loss=mse, example=batch, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), mesh="")
 
 
+def test_large_masks_are_not_computed_at_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that is repeated for every sequence is described while captured, and computed on the devices."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            length = x.shape[1]
+            causal = torch.ones(length, length, dtype=torch.bool).tril()
+            bias = torch.where(causal.expand(len(x), length, length), 0.0, -1e9)
+            return (self.proj(x) @ x.mT + bias).softmax(-1) @ x
+
+    monkeypatch.setattr("meshweave.capture.constants._MOST_COMPUTED", 64)
+    assert_equals_eager(Masked(), batches(2, (4, 5, WIDTH), (4, 5, WIDTH)), "dp=2")
+
+
 def test_a_mask_that_changes_is_an_error() -> None:
     model, batch = Masks(is_buffer=False), batches(1, (4, 4), (4, 4))[0]
     step = compiled(model, batch)

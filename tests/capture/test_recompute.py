@@ -215,6 +215,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: nn.Sequential(nn.Sequential(Layer(), nn.Linear(8, 8)), *(nn.Sequential(Layer()) for _ in range(2))),
         ["0", "1", "2"],
     ),
+    "one layer of each kind": (
+        lambda: nn.Sequential(nn.Sequential(Layer()), nn.Sequential(Layer(), Experts())),
+        ["0", "1"],
+    ),
 }
 
 

@@ -65,6 +65,26 @@ def test_weights_are_gathered_narrow_and_gradients_are_not(program: Program) -> 
     assert not halved & {s.name for s in wide.spans if s.op in ("reduce_scatter", "all_reduce")}
 
 
+def test_rows_by_expert_are_narrow_and_a_name_is_a_dtype() -> None:
+    model, batch, loss = hugging_face("mixtral", batch=4, heads=4, seq=32)
+    program = mw.compile(
+        model, loss=loss, example=batch, mesh="ep=2", precision=mw.Precision(param_dtype=torch.bfloat16)
+    ).program
+    role = program.rank
+    kernels, local = kernels_of(role, local_values(role), "compiled")
+    narrow = Narrow(FLOAT8, role, local, "compiled")
+    pieces = [list(narrow.works(k, 0)) for k in kernels if "piece" in k.nodes[0].name]
+    assert len(pieces) == 2 * 2 * 3
+    assert all(works[-1].dtype == FLOAT8 for works in pieces)
+    casts = [w for works in pieces for w in works[:-1]]
+    assert casts
+    assert all(w.dtype == torch.bfloat16 for w in casts)  # not the ends of rows
+    named = simulate(program, "h100", matmul_dtype="float8_e4m3fn")
+    assert named.seconds == simulate(program, "h100", matmul_dtype=FLOAT8).seconds
+    with pytest.raises(MeshweaveError, match="not a floating-point dtype"):
+        simulate(program, "h100", matmul_dtype="float7")
+
+
 def test_a_machine_without_the_dtype_says_so(program: Program) -> None:
     with pytest.raises(MeshweaveError, match="float8"):
         simulate(program, "a100", matmul_dtype=FLOAT8)

@@ -12,8 +12,8 @@ from meshweave.ir.graph import StepGraph, origin_of
 from meshweave.ir.traits import PRODUCTS
 
 # Layers of the same list may differ: some have a mixture of experts where others have a feed-forward, the first of a
-# stage downsamples. They count as equal if they share this part of the modules of both; an embedding and a layer share
-# none.
+# stage downsamples. They count as alike if they share this part of the modules of the smaller; an embedding and a layer
+# share none.
 _ALIKE = 0.5
 
 
@@ -55,7 +55,7 @@ def find_blocks(step: StepGraph) -> Blocks:
     """The outermost indexed modules (`layers.0`, `layers.1`) that have an equal sibling.
 
     A block consists of several modules or several matmuls; siblings are equal if they share half of the modules under
-    them. Raises PlanError if there is none.
+    the smaller. Raises PlanError if there is none.
     """
     ahead = [n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase == "forward"]
     matmuls: dict[str, int] = {}
@@ -101,4 +101,5 @@ def _is_composite(name: str, inner: Set[str], matmuls: Mapping[str, int]) -> boo
 
 def _has_twin(name: str, siblings: Mapping[str, Set[str]]) -> bool:
     own = siblings[name]
-    return any(n != name and len(own & other) >= _ALIKE * len(own | other) for n, other in siblings.items())
+    others = (other for n, other in siblings.items() if n != name)
+    return any(len(own & other) >= _ALIKE * min(len(own), len(other)) for other in others)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +18,10 @@ from meshweave.interop.fake import FakeTensor
 from meshweave.ir.traits import has_dynamic_shape
 
 aten = torch.ops.aten
+
+# Elements of a constant that is computed at capture: a mask of 8,192 positions squared. Larger ones, such as masks that
+# are repeated for each sequence of a batch, are described only, like data; control flow cannot depend on them.
+_MOST_COMPUTED = 1 << 26
 
 _LOOKUPS = frozenset({aten.index.Tensor, aten._unsafe_index.Tensor})
 _WRITES = frozenset({aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default})
@@ -33,6 +39,13 @@ def is_computed_at_capture(func: Any, args: Sequence[Any], kwargs: dict[str, Any
         return True
     is_dynamic = has_dynamic_shape(func) and func not in _LOOKUPS
     return is_dynamic and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs)))
+
+
+def is_large(args: Sequence[Any]) -> bool:
+    """Whether an op on constants has operands, or a result of their sizes, that are too large to compute."""
+    shapes = [x.shape for x in tensors_in(args)]
+    shapes += [a for a in args if isinstance(a, (list, tuple)) and all(isinstance(size, int) for size in a)]
+    return prod(map(max, zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1))) > _MOST_COMPUTED
 
 
 def with_positions(func: Any, args: Sequence[Any]) -> Sequence[Any]:

@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from meshweave.capture.constants import with_positions
+from meshweave.capture.constants import is_large, with_positions
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.functional import functional
 from meshweave.capture.random_ops import RANDOM
@@ -274,7 +274,7 @@ class Provenance(GlobalRandom):
         # positions stay real, so that control flow on them is decided.
         like: Any = args[0] if func in _FACTORIES_LIKE else None
         is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
-        is_fake = is_like_data or self.record.call in self.overwritten
+        is_fake = is_like_data or self.record.call in self.overwritten or (FakeTensor not in types and is_large(args))
         with self.step.fake_mode if is_fake else nullcontext():  # type: ignore[attr-defined]
             results = (run_plain(version, types, args, kwargs) for version in versions)  # a decomposition may decline
             result = next(result for result in results if result is not NotImplemented)

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from rich.markup import escape
 
 from meshweave import whatif
@@ -62,7 +61,7 @@ def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
         profile=machine,
         fusion=options.fusion,
         pipeline=options.pipeline,
-        matmul_dtype=getattr(torch, options.matmul_dtype) if options.matmul_dtype else None,
+        matmul_dtype=options.matmul_dtype,
         buckets=buckets,
     )
     simulations, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()

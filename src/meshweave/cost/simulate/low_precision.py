@@ -1,9 +1,9 @@
 """Training with matmuls in a smaller dtype, such as float8: which values are cast, which move in the smaller dtype, and
 the costs.
 
-The 2-D matmuls of repeated blocks use the dtype. Each operand is cast once per phase: its largest value is computed (by
-the kernel that produces it, if kernels are fused), then it is scaled and rounded. Values that are gathered only for
-such matmuls are cast before they move, as in float8 FSDP and float8 sequence parallelism.
+The 2-D matmuls of repeated blocks use the dtype, and those of rows by expert. Each operand is cast once per phase: its
+largest value is computed (by the kernel that produces it, if kernels are fused), then it is scaled and rounded. Values
+that are gathered only for such matmuls are cast before they move, as in float8 FSDP and float8 sequence parallelism.
 """
 
 from __future__ import annotations
@@ -58,10 +58,17 @@ class Narrow:
                 yield work
                 continue
             assert isinstance(work, Matmul)
-            for node in dict.fromkeys(product.all_input_nodes[-2:]):
+            for node in self._factors(product):
                 yield from self._cast(node, origin_of(product).phase, microbatch)
-            saved = (work.m + work.n) * work.k * (work.dtype.itemsize - self.dtype.itemsize)
+            elements = sum(x.num_elements for node in self._factors(product) for x in self.local.values[node])
+            saved = elements * (work.dtype.itemsize - self.dtype.itemsize)
             yield replace(work, dtype=self.dtype, bytes=max(work.bytes - saved, 0))
+
+    def _factors(self, product: fx.Node) -> tuple[fx.Node, ...]:
+        """The operands of a matmul in its dtype: of rows by expert the first two, the ends of rows follow."""
+        nodes = (n for n in product.all_input_nodes if self.local.values.get(n))
+        floating = [n for n in nodes if self.local.values[n][0].dtype.is_floating_point]
+        return tuple(floating[-2:])
 
     def _is_narrow(self, node: fx.Node, work: Work) -> bool:
         wide = isinstance(work, Matmul) and work.batch == 1 and work.dtype.itemsize > self.dtype.itemsize

@@ -43,6 +43,15 @@ class DecomposeReport:
     def num_taken(self) -> int:
         return sum(row.is_taken for row in self.rows)
 
+    @property
+    def note(self) -> str:
+        """Why nothing was decomposed, with the reason of a collective of each kind; "" if something was."""
+        if self.num_taken or not self.rows:
+            return ""
+        reasons = {(row.op, row.group): row.reason for row in reversed(self.rows)}
+        texts = [f"{op} over {group}: {reason}" for (op, group), reason in reversed(reasons.items())]
+        return f"none of {len(self.rows)} collectives is decomposed: {'; '.join(texts)}"
+
     def left(self, reason: str) -> DecomposeReport:
         """A report of a graph that stays as it is, with the reason."""
         rows = (replace(r, is_taken=False, reason=f"{reason}; {r.reason}") if r.is_taken else r for r in self.rows)
