@@ -43,7 +43,7 @@ def is_computed_at_capture(func: Any, args: Sequence[Any], kwargs: dict[str, Any
 
 def is_large(args: Sequence[Any]) -> bool:
     """Whether an op on constants has operands, or a result of their sizes, that are too large to compute."""
-    shapes = [x.shape for x in tensors_in(args)]
+    shapes: list[Sequence[int]] = [x.shape for x in tensors_in(args)]
     shapes += [a for a in args if isinstance(a, (list, tuple)) and all(isinstance(size, int) for size in a)]
     return prod(map(max, zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1))) > _MOST_COMPUTED
 
