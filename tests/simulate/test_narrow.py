@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests.experts import mixture, own_loss, tokens
 from tests.models import hugging_face
 
 import meshweave as mw
@@ -66,9 +67,9 @@ def test_weights_are_gathered_narrow_and_gradients_are_not(program: Program) -> 
 
 
 def test_rows_by_expert_are_narrow_and_a_name_is_a_dtype() -> None:
-    model, batch, loss = hugging_face("mixtral", batch=4, heads=4, seq=32)
+    model, batch = mixture("mixtral"), tokens(batch=4)
     program = mw.compile(
-        model, loss=loss, example=batch, mesh="ep=2", precision=mw.Precision(param_dtype=torch.bfloat16)
+        model, loss=own_loss, example=batch, mesh="ep=2", precision=mw.Precision(param_dtype=torch.bfloat16)
     ).program
     role = program.rank
     kernels, local = kernels_of(role, local_values(role), "compiled")
