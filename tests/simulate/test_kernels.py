@@ -85,18 +85,6 @@ def test_a_bias_is_added_by_the_matmul_in_eager_mode() -> None:
     assert [k.works for k in eager if len(k.nodes) == 2] == products[:2]
 
 
-def test_a_sum_of_microbatches_is_added_by_the_matmul_when_compiled() -> None:
-    """It reads both operands, of 4 rows, and reads and writes the sum."""
-    model, batch = Small(), (torch.randn(8, 16),)
-    step = mw.compile(model, loss=lambda out, batch: out.square().mean(), example=batch, mesh="", accumulate=2)
-    role = step.program.rank
-    sums = {node for (kind, _), node in role.results.items() if kind == "acc"}
-    for fusion, num_fused in (("compiled", 2), ("eager", 0)):
-        kernels, _ = kernels_of(role, local_values(role), fusion)  # type: ignore[arg-type]
-        works = [k.works[0] for k in kernels if k.node in sums and isinstance(k.works[0], Matmul)]
-        assert [w.bytes for w in works] == num_fused * [4 * (4 * 16 + 4 * 64 + 2 * 16 * 64)]
-
-
 def test_what_a_fused_kernel_reads_and_writes() -> None:
     """The chain reads y once and writes its result, and the sigmoid for backward; a matmul reads and writes its own."""
     rank = program(Small(), (torch.randn(8, 16),), lambda out, batch: out.square().sum())

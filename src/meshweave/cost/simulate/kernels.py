@@ -2,11 +2,11 @@
 
 `ops`: every op by itself, as meshweave's executor runs them. `eager`: as PyTorch's eager mode, in which ops that
 capture decomposes (log-softmax, an optimizer update, a matmul and its bias) are a single kernel. `compiled`: chains of
-pointwise ops, copies, reductions over the innermost dims and gathers are fused, as by a compiler such as Inductor,
-equal ops in a phase run once, and matmuls add gradients to the sums of microbatches. `blocks`: compiled in the repeated
-blocks of the model, eager elsewhere, as training frameworks compile transformer blocks one by one. `blocks+loss`: the
-loss too, by itself. The update is a kernel per parameter, as with `torch.optim.AdamW(..., fused=True)`; or, for a
-profile `with_update("foreach")`, one per op, as PyTorch updates on GPUs by default: each op goes over memory by itself.
+pointwise ops, copies, reductions over the innermost dims and gathers are fused, as by a compiler such as Inductor, and
+equal ops in a phase run once. `blocks`: compiled in the repeated blocks of the model, eager elsewhere, as training
+frameworks compile transformer blocks one by one. `blocks+loss`: the loss too, by itself. The update is a kernel per
+parameter, as with `torch.optim.AdamW(..., fused=True)`; or, for a profile `with_update("foreach")`, one per op, as
+PyTorch updates on GPUs by default: each op goes over memory by itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class _Fusion:
     order: dict[fx.Node, int]
     fusion: Fusion
     update: str = "fused"
-    sums: frozenset[fx.Node] = frozenset()  # of the gradients of microbatches
     group_of: dict[fx.Node, _KernelGroup] = field(default_factory=dict)
     bases: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # what views are views of
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # ignoring views
@@ -179,9 +178,8 @@ class _Fusion:
         """Add a node to the groups that it reads from: to all of them, else to the last possible."""
         if not is_fusible(self.kinds[node]):
             return None
-        product = self._bias_group(node)
-        if added := [product] if product is not None else self._summed_groups(node):
-            merged = self._merge(added, node)
+        if (product := self._bias_group(node)) is not None:
+            merged = self._merge([product], node)
             if merged is not None:
                 merged.is_open = False
             return merged
@@ -208,19 +206,6 @@ class _Fusion:
         is_vector = len(added) == 1 and added[0].num_elements == prod(added[0].shape[-1:])
         is_alone = all(reader is node for reader in self.readers.get(bases[0], ()))
         return group if is_product and is_vector and is_alone else None
-
-    def _summed_groups(self, node: fx.Node) -> list[_KernelGroup]:
-        """The matmul that makes a gradient, and its cast, where compiled code adds the gradient to the sum of earlier
-        microbatches: the matmul adds (Megatron's gradient_accumulation_fusion)."""
-        groups, reader = list[_KernelGroup](), node
-        is_sum = node in self.sums and self._is_compiled(origin_of(node))
-        while is_sum and (not groups or self.kinds[reader] != "matmul"):
-            made = [self.group_of[n] for n in self.operands(reader) if n in self.group_of]
-            if len(made) != 1 or any(len(self.readers.get(n, ())) != 1 for n in made[0].nodes):
-                return []
-            groups.append(made[0])
-            reader = made[0].nodes[0]
-        return groups
 
     def _belong(self, group: _KernelGroup, node: fx.Node) -> bool:
         """Whether the fusion mode lets both be in a kernel, whatever is between them."""
@@ -302,8 +287,7 @@ def kernels_of(
     compiled = [n for n in nodes if is_compiled(origin_of(n), fusion)]
     same = _equal_ops(compiled)
     local = _with_equal_merged(local, same)
-    sums = frozenset(node for (kind, _), node in role.results.items() if kind == "acc")
-    grouping = _Fusion(local, order, fusion, update, sums, same=same)
+    grouping = _Fusion(local, order, fusion, update, same=same)
     groups = grouping.run(nodes)
     if with_views:
         grouping.sources.update((node, [*bases]) for node, bases in grouping.bases.items())
@@ -357,13 +341,9 @@ def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], loca
     else:
         operands = [x for n in group.nodes for x in _read_values(n, inside, grouping, local)]
         kinds = [grouping.kinds[n] for n in group.nodes]
-        if kinds[0] == "matmul":  # and what is added to the product
+        if kinds[0] == "matmul":  # with a bias
             product = group.nodes[0]
             works = work_of(product, operand_values(product, local.values), local.values[product])
-            if group.nodes[-1] in grouping.sums:  # which it reads and writes in the place of the product
-                more = 2 * sum(x.bytes for n in writes for x in local.values[n])
-                product_bytes = sum(x.bytes for x in local.values[product])
-                works = tuple(replace(work, bytes=work.bytes - product_bytes + more) for work in works[:1]) + works[1:]
             return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes))
         kind = next((k for k in ("reduction", "gather", "random") if k in kinds), "pointwise")
         works = (memory_work(kind, operands, [x for n in writes for x in local.values[n]]),)
