@@ -11,7 +11,7 @@ from tests.overlap.by_hand import all_orders
 from meshweave.cost.simulate.clock import Times, Work
 from meshweave.optimize.overlap.bounds import bound_of
 from meshweave.optimize.overlap.model import Order, Problem
-from meshweave.optimize.overlap.outline import Outline, fold
+from meshweave.optimize.overlap.outline import FOLDS, Outline, fold
 from meshweave.optimize.overlap.play import live_at_peak, peak_of, play, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
 from meshweave.optimize.overlap.waits import with_waits
@@ -98,12 +98,13 @@ def test_no_order_is_below_the_bound_and_the_scheduler_is_near_the_best(seed: in
 def test_schedules_are_orders_and_keep_what_the_cap_allows(seed: int) -> None:
     problem = problem_of(seed, 40)
     before = peak_of(problem, problem.order)
-    folded = fold(problem)
-    assert not folded.problem.check(folded.problem.order)
+    several = [fold(problem, which) for which in FOLDS]
+    assert not any(folded.problem.check(folded.problem.order) for folded in several)
     for window in (0, 8, 64):
         for policy in (Policy(window), Policy(window, fit=True), Policy(window, 3.0), Policy(window, ahead=1.0)):
-            order = folded.unfold(schedule(Outline(folded.problem), policy)[0])
-            assert problem.check(order) == ""
+            for folded in several:
+                order = folded.unfold(schedule(Outline(folded.problem), policy)[0])
+                assert problem.check(order) == ""
             assert problem.check(schedule(Outline(problem), policy, before)[0]) == ""
 
 

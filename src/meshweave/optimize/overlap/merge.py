@@ -414,8 +414,12 @@ class Merger:
         return self.can_join(run, start)
 
     def span(self, start: int, most: float) -> float:
-        """Seconds of compute between parts of a bucket of `most` bytes at most."""
-        return _SPAN * self.curve(start)(most) if most < inf else inf
+        """Seconds of compute between parts of a bucket of `most` bytes at most, or of all of its kind if they are
+        fewer."""
+        if most == inf:
+            return inf
+        alike = next(starts for starts in self.kinds.values() if start in starts)
+        return _SPAN * self.curve(start)(min(most, sum(map(self.size, alike))))
 
     def curve(self, start: int) -> Curve:
         """Seconds of a collective of the kind of `start` as a function of a rank's operand bytes."""

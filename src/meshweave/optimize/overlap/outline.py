@@ -5,9 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import Literal
 
 from meshweave.ir.liveness import live_bytes
 from meshweave.optimize.overlap.model import Order, Problem
+
+Fold = Literal["feeders", "inputs", "nothing"]  # which kernels are folded into their users
+FOLDS: tuple[Fold, ...] = ("feeders", "inputs", "nothing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +33,33 @@ class Folded:
         return unfolded_order
 
 
-def trivial_fold(problem: Problem) -> Folded:
-    """The problem, unchanged."""
-    return Folded(problem, tuple((i,) for i in range(problem.num_items)))
-
-
-def fold(problem: Problem) -> Folded:
+def fold(problem: Problem, which: Fold = "inputs") -> Folded:
     """An item for each kernel or start with everything folded into it: kernels that depend only on inputs and have a
-    single user right after them. Kernels longer than the mean stay separate.
+    single user right after them; with "feeders" also kernels that only a start needs. Kernels longer than the mean stay
+    separate, and those that need a communication.
 
-    The cast of a parameter's shard belongs to its gather, a recomputed activation to its reader. A scheduler that saw
-    them separately would run them as early as possible, and fill the memory with values that are not read yet.
+    The cast of a parameter's shard belongs to its gather, that of a gradient to its reduction, a recomputed activation
+    to its reader. A scheduler that saw them separately would run them as early as possible, and fill the memory with
+    values that are not read yet.
     """
-    users, seconds, deps = problem.users(), problem.seconds, problem.deps
-    kernels = [s for s, c in zip(seconds, problem.channel, strict=True) if c < 0]
+    if which == "nothing":
+        return Folded(problem, tuple((i,) for i in range(problem.num_items)))
+    users, seconds, deps, channel = problem.users(), problem.seconds, problem.deps, problem.channel
+    kernels = [s for s, c in zip(seconds, channel, strict=True) if c < 0]
     light = sum(kernels) / max(len(kernels), 1)
     into: dict[int, int] = {}
     inside: dict[int, list[int]] = {}
-    for i, (own, channel, waits) in enumerate(zip(seconds, problem.channel, problem.waits, strict=True)):
-        if channel >= 0 or own > light or waits or not users[i]:
-            continue
-        user = users[i][0]
-        if any([u != user for u in users[i]]) or any([into.get(d) != i for d in deps[i]]):
-            continue
-        into[i] = user
-        inside.setdefault(user, []).extend((*inside.get(i, ()), i))
+    able = [
+        channel[i] < 0 and seconds[i] <= light and not problem.waits[i] and len({*users[i]}) == 1
+        for i in range(problem.num_items)
+    ]
+    feeds = [False] * problem.num_items
+    for i in range(problem.num_items - 1, -1, -1) if which == "feeders" else ():
+        feeds[i] = able[i] and (channel[users[i][0]] >= 0 or feeds[users[i][0]])
+    for i in range(problem.num_items):
+        if able[i] and (feeds[i] or all([into.get(d) == i for d in deps[i]])):
+            into[i] = users[i][0]
+            inside.setdefault(users[i][0], []).extend((*inside.get(i, ()), i))
     kept = [i for i in range(problem.num_items) if i not in into]
     number = {i: n for n, i in enumerate(kept)}
     members = tuple((*sorted(inside[i]), i) if i in inside else (i,) for i in kept)
@@ -71,7 +77,7 @@ def fold(problem: Problem) -> Folded:
             folded.uses.append(problem.uses[i])
             continue
         folded.seconds.append(sum([seconds[m] for m in group]))
-        folded.deps.append(tuple([number[d] for d in deps[i] if d not in group]))
+        folded.deps.append(tuple(sorted({number[d] for m in group for d in deps[m] if d not in group})))
         folded.allocs.append(tuple(s for m in group for s in problem.allocs[m] if counts[s] or m == i))
         folded.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m])))
     folded.order = [number[x] if x >= 0 else ~number[~x] for x in problem.order if x < 0 or x in number]

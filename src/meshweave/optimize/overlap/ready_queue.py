@@ -100,7 +100,9 @@ class _Scheduler:
         while self.num_run < total:
             kernel, at = self.pick()
             if kernel < 0:
-                if not self.feed(inf, forced=True):
+                if at < inf and not self.feed(at):
+                    self.now = max(self.now, at)
+                elif at == inf and not self.feed(inf, forced=True):
                     self.widen()
                 continue
             if self.feed(max(at, self.now) + problem.seconds[kernel]):
@@ -155,7 +157,7 @@ class _Scheduler:
         self.arrive()
         while not self.ready and self.chained and (not self.pending or self.chained[0][0] < self.pending[0][0]):
             if self.has_starts():
-                return -1, inf
+                return -1, self.chained[0][0]
             self.now = max(self.now, self.chained[0][0])
             self.arrive()
         if self.ready:

@@ -10,44 +10,54 @@ from math import inf
 from meshweave.cost.simulate.clock import Slowdown
 from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
 from meshweave.optimize.overlap.model import Order, Problem
-from meshweave.optimize.overlap.outline import Folded, Outline, fold, trivial_fold
+from meshweave.optimize.overlap.outline import FOLDS, Fold, Folded, Outline, fold
 from meshweave.optimize.overlap.play import NOMINAL, SCENARIOS, SLOW, peak_of, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
 
+Method = tuple[Policy, Fold]  # how an order is computed: a policy, and which items are one
+
 # Windows in items, and how gaps are filled: a prefix of this list, as long as the effort allows. A layer of a
-# transformer is 60 to 150 items in backward; the best window depends on the ratio of kernels to communications
-# (benchmarks/overlap.py: each of the first nine was the best for some graph). Patience keeps a weight gradient from
-# delaying the critical path where a communication of that is about to end: of 2, 5, 10, 20 and 40 times the wait, 10
-# was best. `feeds` is for graphs whose regions run in chunks, where a chunk's communication hides under another chunk's
-# compute.
-_POLICIES = (
-    *(Policy(256, fit=True, patience=10), Policy(64, fit=True), Policy(0), Policy(256, fit=True, feeds=True)),
-    *(Policy(512, fit=True), Policy(64, fit=True, by_path=True), Policy(256, fit=True)),
-    *(Policy(512, fit=True, patience=10), Policy(256)),
-    *(Policy(128, fit=True, patience=10), Policy(64), Policy(1024), Policy(512), Policy(1024, fit=True, patience=10)),
+# transformer is 60 to 150 items in backward; the best window depends on the ratio of kernels to communications. In
+# backward graphs of Llama-8B and DeepSeek-V3 (autoparallel, tools/overlap_simulator) each of the first six was the best
+# or close to it for some graph and size of buckets. Patience keeps a weight gradient from delaying the critical path
+# where a communication of that is about to end: of 2, 5, 10, 20 and 40 times the wait, 10 was best. `feeds` is for
+# graphs whose regions run in chunks, where a chunk's communication hides under another chunk's compute.
+_METHODS: tuple[Method, ...] = (
+    *((Policy(0), "feeders"), (Policy(256, fit=True), "feeders"), (Policy(0), "inputs")),
+    *((Policy(256, fit=True, patience=10), "inputs"), (Policy(128, fit=True), "feeders"), (Policy(64), "feeders")),
+    *((Policy(256, fit=True, feeds=True), "inputs"), (Policy(64, fit=True), "inputs")),
+    (Policy(64, fit=True, by_path=True), "inputs"),
+    *((Policy(512, fit=True), "inputs"), (Policy(256, fit=True, patience=10), "feeders"), (Policy(256), "feeders")),
+    *((Policy(512, fit=True, patience=10), "inputs"), (Policy(128, fit=True, patience=10), "inputs")),
+    *((Policy(64), "inputs"), (Policy(1024), "inputs"), (Policy(512), "inputs"), (Policy(256, fit=True), "inputs")),
 )
-_EFFORT = 36_000  # items that these policies schedule in a large graph: bounds their time
-_LEAST = 5  # policies that any graph is scheduled by
+_FOLDED: dict[Fold, str] = {"feeders": "", "inputs": ", starts apart", "nothing": ", nothing folded"}
+_NOTHING: Fold = "nothing"
+_EFFORT = 24_000  # items that these methods schedule in a large graph: bounds their time
+_LEAST = 6  # methods that any graph is scheduled by
 _LEAN = Policy(0, ahead=-inf)
 _SHORT = (Policy(64, fit=True), Policy(16, fit=True), _LEAN)  # where memory is short
 _FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8))  # where nothing is folded
 _CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # where links are slower than in the costs
-_SIZES = (32e6, 128e6, 512e6, inf)  # bytes at the larger end of a bucket
-_SIZES_BUSY = (64e6, 128e6, 256e6, 384e6)  # for links with more work than compute
-_BUSY = 0.9  # load above which `_SLOW_LINKS` applies
+# Bytes at the larger end of a bucket, of gathers and of reductions. In a large graph whose links have spare time only
+# the first are tried.
+_SIZES = ((32e6, 32e6), (128e6, 128e6), (512e6, 512e6), (inf, inf))
+_SIZES_LARGE = ((32e6, 64e6), (64e6, 128e6), (128e6, 128e6), (256e6, 256e6))
+_FAR = 0.03  # in a large graph still larger buckets are not tried where these are slower by more
+_CLOSE = 5e-3  # buckets that are slower than none by less are scheduled by all methods
+_BUSY = 0.9  # the work of links, as a share of that of compute, from which more sizes are tried
 _NEAR = 1.5e-3  # what robustness may cost of the nominal time
 _RAMP = 3  # then the first gather is an eighth of a bucket, otherwise the last reduction
 _SMALL = 600  # items up to which single merges are tried
 _STEPS = 12_000  # items that they may schedule: bounds their time
 # Fractions of the peak of the input order: rungs of memory under which orders are searched, each where orders differ
-# from those of the previous rung, and then no limit at all. They do not depend on the cap, and only those up to it are
-# used: so more memory is never slower.
-_RUNGS = (1.005, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+# from those of the previous rung, and then no limit at all. They do not depend on the cap, and only orders up to it are
+# used: so more memory is never slower. Methods and buckets are chosen on the rung `_USUAL`, that of the default cap.
+_RUNGS = (1.0, 1.02, 1.1, 1.2, 1.5, 2.0)
+_USUAL = 1.05
 _STEP = 0.9  # from a rung to the next below the peak of the input order, until nothing fits
 _AGAIN = 6000  # items that are scheduled again on each rung, by the fastest methods; at least two methods in any graph
 _ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and copies
-
-Method = tuple[Policy, bool]  # how an order is computed: a policy, and whether on folded items
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,7 @@ class _Shape:
     merged: Merged
     folded: Folded
     outline: Outline
-    is_folded: bool
+    fold: Fold
 
 
 @dataclass(slots=True)
@@ -83,7 +93,7 @@ class OrderSearch:
     is_bucketing: bool = True
     is_busy: bool = field(init=False)  # links have about as much work as compute
     room: float = inf  # bytes under which orders are searched now; independent of the cap
-    shapes: dict[tuple[tuple[Bucket, ...], bool], _Shape] = field(default_factory=dict)
+    shapes: dict[tuple[tuple[Bucket, ...], Fold], _Shape] = field(default_factory=dict)
     judged: list[OrderCandidate] = field(default_factory=list)  # all of them, whatever their peak
     attempts: list[tuple[OrderCandidate, _Shape, Policy]] = field(default_factory=list)  # of the search itself
     # the order of least peak, independent of the cap: a cap that the user can ask for
@@ -106,18 +116,19 @@ class OrderSearch:
         for name, order in orders:
             self.judge(name, self.shape(()), order)
         usual = self.judged[0].peak
-        self.seek(usual)
+        self.seek(int(usual * _USUAL))
         methods = self.fastest()
         lean = (*methods[:2], *((str(policy), self.shape(()), policy) for policy in _SHORT))
         room = int(usual * _STEP)
         while room and self.retry(room, lean):
             room = int(room * _STEP)
-        self.retry(usual, methods)
         for part in _RUNGS:
-            rung = max(usual * part, min(span[1] for attempt in methods if (span := self.span(attempt))))
+            rung = int(usual * part)
+            if part > _USUAL:
+                rung = max(rung, min(span[1] for attempt in methods if (span := self.span(attempt))))
             if rung > self.cap or rung == inf:
                 break
-            self.retry(int(rung), methods)
+            self.retry(rung, methods)
         self.retry(inf, methods)
         if not self.feasible:
             self.seek(room)
@@ -128,14 +139,29 @@ class OrderSearch:
     def seek(self, room: float) -> None:
         """Search orders and buckets under so many bytes."""
         self.room = room
-        methods = self.methods().items()
-        tried = [self.schedule(name, self.shape((), is_folded=folds), policy) for name, (policy, folds) in methods]
+        tried = self.schedule_all(())
         if all(c.peak > room for c in tried):
             self.save_memory(self.shape(()))
         if self.is_bucketing and self.merger.kinds:
             self.bucket()
+        best = self.best()
+        buckets = min(self.bucketed, key=lambda buckets: self.bucketed[buckets], default=())
+        if not buckets or self.bucketed[buckets] > (1 + _CLOSE) * best.seconds[0]:
+            buckets = best.merged.buckets
+        if buckets and not self.is_small:
+            self.schedule_all(buckets)
         for policy in _CAREFUL:
-            self.schedule(str(policy), self.shape(self.best().merged.buckets), policy)
+            self.schedule(str(policy), self.shape(buckets), policy)
+
+    def schedule_all(self, buckets: tuple[Bucket, ...]) -> list[OrderCandidate]:
+        """Orders of a set of buckets by every method that has not been tried with it."""
+        done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == buckets}
+        where = f", {len(buckets)} buckets" if buckets else ""
+        return [
+            self.schedule(name + where, self.shape(buckets, which), policy)
+            for name, (policy, which) in self.methods().items()
+            if (policy, which) not in done or not buckets
+        ]
 
     def retry(self, room: float, methods: Sequence[tuple[str, _Shape, Policy]]) -> bool:
         """Search orders by some methods under another limit, if memory was the constraint; returns whether any fits."""
@@ -165,18 +191,18 @@ class OrderSearch:
         return list(distinct.values())
 
     def methods(self) -> dict[str, Method]:
-        """How the graph is scheduled without buckets: a policy, and whether on folded items."""
-        policies = {str(policy): (policy, True) for policy in _POLICIES}
-        policies |= {f"{policy}, nothing folded": (policy, False) for policy in (*_POLICIES, *_FREE)}
+        """How the graph is scheduled: a policy, and which items are one."""
+        policies = [*dict.fromkeys(policy for policy, _ in _METHODS), *_FREE]
+        methods = [*_METHODS, *((policy, _NOTHING) for policy in policies)]
         num_items = self.merger.reading.problem.num_items
-        most = len(policies) if self.is_small else max(_LEAST, _EFFORT // num_items)
-        return dict(list(policies.items())[:most])
+        most = len(methods) if self.is_small else max(_LEAST, _EFFORT // num_items)
+        return {f"{policy}{_FOLDED[which]}": (policy, which) for policy, which in methods[:most]}
 
     def save_memory(self, plain: _Shape) -> None:
         """Memory is the constraint: add orders with low peaks, some of which do not depend on the limit."""
         for policy in _SHORT:
             self.schedule(str(policy), plain, policy)
-        for policy in (_LEAN, Policy(0), _POLICIES[0]):
+        for policy in (_LEAN, Policy(0), Policy(256, fit=True, patience=10)):
             order, *_ = schedule(plain.outline, policy)
             self.judge(f"{policy}, whatever the cap", plain, plain.folded.unfold(order))
 
@@ -190,13 +216,14 @@ class OrderSearch:
     def is_small(self) -> bool:
         return self.merger.reading.problem.num_items <= _SMALL
 
-    def shape(self, buckets: tuple[Bucket, ...], *, is_folded: bool = True) -> _Shape:
-        if (buckets, is_folded) not in self.shapes:
-            other = self.shapes.get((buckets, not is_folded))
+    def shape(self, buckets: tuple[Bucket, ...], which: Fold = "inputs") -> _Shape:
+        if (buckets, which) not in self.shapes:
+            other = next((self.shapes[buckets, f] for f in FOLDS if (buckets, f) in self.shapes), None)
             merged = other.merged if other is not None else self.merger.merged(buckets)
-            folded = fold(merged.problem) if is_folded else trivial_fold(merged.problem)
-            self.shapes[buckets, is_folded] = _Shape(merged, folded, Outline(folded.problem), is_folded)
-        return self.shapes[buckets, is_folded]
+            folded = fold(merged.problem, which)
+            shape = _Shape(merged, folded, Outline(folded.problem), which)
+            self.shapes[buckets, which] = self.shapes[merged.buckets, which] = shape
+        return self.shapes[buckets, which]
 
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> OrderCandidate:
         order, *span = schedule(shape.outline, policy, self.room)
@@ -214,8 +241,11 @@ class OrderSearch:
 
     def bucket(self) -> None:
         """Buckets of several sizes, then (in a small graph) single merges and splits while they help."""
-        for size in self.sizes():
-            self.try_buckets(size, size)
+        sizes = _SIZES if self.is_small else _SIZES_LARGE if self.is_busy else _SIZES_LARGE[:1]
+        for gathers, reductions in sizes:
+            seconds = self.try_buckets(gathers, reductions)
+            if seconds > (1 + _FAR) * min(self.tried.values()) and not self.is_small:
+                break
         if self.is_small:
             self.climb()
         elif self.is_busy:
@@ -229,11 +259,6 @@ class OrderSearch:
             of[channel] += copy if channel >= 0 else seconds
         return max(of[:-1], default=0.0) / of[-1] if of[-1] else inf
 
-    def sizes(self) -> tuple[float, ...]:
-        """The sizes of buckets to try: few in a large graph whose links have spare time."""
-        sizes = _SIZES if self.is_small else _SIZES_BUSY if self.is_busy else _SIZES[:1]
-        return sizes
-
     def try_buckets(self, gathers: float, reductions: float, methods: Sequence[Method] = ()) -> float:
         """Schedule buckets of these sizes, by `methods` or the leading methods; returns the seconds."""
         ramps = (0, 0) if self.is_small else (_RAMP, 0) if self.is_busy else (0, _RAMP)
@@ -241,7 +266,10 @@ class OrderSearch:
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
         if buckets not in self.bucketed:
             self.bucketed[buckets] = min(c.seconds[0] for c in self.all_by(name, buckets, methods))
-            if self.is_busy and not self.is_small:  # to choose from: hardly slower, and good on slower links
+            is_close = self.bucketed[buckets] <= (1 + _FAR) * min(self.bucketed.values())
+            if (
+                self.is_busy and is_close and not self.is_small
+            ):  # to choose from: hardly slower, and good on slower links
                 self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
         self.tried[gathers, reductions] = self.bucketed[buckets]
         return self.bucketed[buckets]
@@ -255,10 +283,9 @@ class OrderSearch:
     def resize(self) -> None:
         """Other sizes for gathers than for reductions, while that helps."""
         (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
-        methods = self.fastest_method()
         while True:
-            around = ((gathers, 2 * reductions), (gathers / 1.5, reductions), (gathers, reductions / 1.5))
-            seconds, *sizes = min((self.try_buckets(g, r, methods), g, r) for g, r in around)
+            around = ((gathers / 1.5, reductions), (gathers, reductions / 1.5))
+            seconds, *sizes = min((self.try_buckets(g, r, self.fastest_method()), g, r) for g, r in around)
             if seconds >= best * (1 - _ENOUGH):
                 return
             best, (gathers, reductions) = seconds, sizes
@@ -267,23 +294,25 @@ class OrderSearch:
         """The method of the fastest order with buckets so far, if any."""
         bucketed = [attempt for attempt in self.attempts if attempt[0].merged.buckets and attempt[0].peak <= self.room]
         fastest = min(bucketed, key=lambda attempt: attempt[0].seconds[0], default=None)
-        return ((fastest[2], fastest[1].is_folded),) if fastest else ()
+        return ((fastest[2], fastest[1].fold),) if fastest else ()
 
-    def all_by(self, name: str, buckets: tuple[Bucket, ...], methods: Sequence[Method] = ()) -> list[OrderCandidate]:
+    def all_by(self, name: str, buckets: tuple[Bucket, ...], methods: Sequence[Method]) -> list[OrderCandidate]:
         """Schedule a set of buckets by `methods`, or by the best methods without buckets."""
         return [
-            self.schedule(f"{policy}, {name}", self.shape(buckets, is_folded=is_folded), policy)
-            for policy, is_folded in methods or self.leading()
+            self.schedule(f"{policy}{_FOLDED[which]}, {name}", self.shape(buckets, which), policy)
+            for policy, which in methods or self.leading()
         ]
 
     def leading(self) -> list[Method]:
-        """The best policies without buckets, and whether on folded items; ties go to the first."""
+        """The best methods without buckets, in a large graph of two kinds of items; ties go to the first."""
         methods = self.methods()
         fitting = [c for c in self.judged if c.name in methods and c.peak <= self.room]
         ranked = sorted(fitting, key=lambda c: c.seconds[0])
         distinct = {round(c.seconds[0], 9): methods[c.name] for c in reversed(ranked)}
-        best = list(dict.fromkeys(reversed(distinct.values()))) or [(_POLICIES[0], True)]
-        return best[: 3 if self.is_small else 2]
+        best = list(dict.fromkeys(reversed(distinct.values()))) or [_METHODS[0]]
+        if self.is_small:
+            return best[:3]
+        return [best[0], *[method for method in best if method[1] != best[0][1]][:1]]
 
     def climb(self) -> None:
         """Move to the best neighbour of the best candidate (buckets merged or split) within a fixed effort."""
@@ -292,12 +321,12 @@ class OrderSearch:
         while True:
             tried = 0
             for buckets in self.neighbours(current.merged.buckets):
-                if (buckets, True) in self.shapes or (buckets, False) in self.shapes:
+                if any((buckets, which) in self.shapes for which in FOLDS):
                     continue
                 left -= self.merger.reading.problem.num_items
                 if left < 0:
                     return
-                self.all_by("single merges", buckets)
+                self.all_by("single merges", buckets, ())
                 tried += 1
             better = self.best()
             if not tried or better is current:
