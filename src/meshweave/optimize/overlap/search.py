@@ -25,9 +25,9 @@ Method = tuple[Policy, Fold]  # how an order is computed: a policy, and which it
 _METHODS: tuple[Method, ...] = (
     *((Policy(0), "feeders"), (Policy(256, fit=True), "feeders"), (Policy(0), "inputs")),
     *((Policy(256, fit=True, patience=10), "inputs"), (Policy(128, fit=True), "feeders"), (Policy(64), "feeders")),
-    *((Policy(256, fit=True, feeds=True), "inputs"), (Policy(64, fit=True), "inputs")),
-    (Policy(64, fit=True, by_path=True), "inputs"),
-    *((Policy(512, fit=True), "inputs"), (Policy(256, fit=True, patience=10), "feeders"), (Policy(256), "feeders")),
+    *((Policy(256, fit=True, patience=10), "feeders"), (Policy(256, fit=True, feeds=True), "inputs")),
+    *((Policy(64, fit=True), "inputs"), (Policy(64, fit=True, by_path=True), "inputs")),
+    *((Policy(512, fit=True), "inputs"), (Policy(256), "feeders")),
     *((Policy(512, fit=True, patience=10), "inputs"), (Policy(128, fit=True, patience=10), "inputs")),
     *((Policy(64), "inputs"), (Policy(1024), "inputs"), (Policy(512), "inputs"), (Policy(256, fit=True), "inputs")),
 )
