@@ -123,7 +123,7 @@ class OrderSearch:
         while room and self.retry(room, lean):
             room = int(room * _STEP)
         for part in _RUNGS:
-            rung = int(usual * part)
+            rung: float = int(usual * part)
             if part > _USUAL:
                 rung = max(rung, min(span[1] for attempt in methods if (span := self.span(attempt))))
             if rung > self.cap or rung == inf:
