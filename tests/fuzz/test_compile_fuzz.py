@@ -6,7 +6,7 @@ import pytest
 from tests.fuzz.outcome import GOOD, isolated, outcome
 
 QUICK, REST = (63, 118, 123, 164, 319), (73, 119, 121, 126, 155, 186, 369, 20089)
-ALL, PART = 500, 25
+ALL, PART = 200, 25
 # What a user is told about a program that cannot be: everything else that is refused is a fault of ours.
 REFUSALS = ("devices of the mesh have no layer",)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import meshweave as mw
 from meshweave.errors import CaptureError, MeshweaveError, PlanError, RuleError
 
-SAMPLE, ALL, PARTS = (2, 18, 19, 20, 99), 150, 10
+SAMPLE, ALL, PARTS = (2, 18, 19, 20, 99), 60, 4
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the largest magnitude of a tensor
 AUTOCAST_BOUND = 6e-2
 MOST_MOVED = 30.0  # times what rounding the parameters moves eager PyTorch
