@@ -52,9 +52,7 @@ class Table:
         self.asked.append(ways)
         total = 100.0 + sum(self.seconds.get(name, {}).get(way, 0.0) for name, way in ways.items())
         rows = [
-            CollectiveRow(
-                name=name, op="all_gather", group="a", bytes=0.0, seconds=1.0, exposed_seconds=s, reason=""
-            )
+            CollectiveRow(name=name, op="all_gather", group="a", bytes=0.0, seconds=1.0, exposed_seconds=s, reason="")
             for name, s in self.exposed.items()
         ]
         return OverlapReport(
