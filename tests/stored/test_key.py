@@ -55,6 +55,15 @@ def other_model(change: Callable[[nn.Sequential], object]) -> Callable[[], tuple
     return model
 
 
+class Scale(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 def with_constant(value: float) -> Callable[[], tuple[Any, Any, Any]]:
     """The model adds a tensor that its code creates from data: a constant of the captured step."""
 
@@ -78,7 +87,8 @@ CHANGES: dict[str, Start] = {
     "a number in the code": replace(BASE, model=other_model(lambda m: m.__setitem__(1, nn.LeakyReLU(0.2)))),
     "another number in the code": replace(BASE, model=other_model(lambda m: m.__setitem__(1, nn.LeakyReLU(0.3)))),
     "a frozen parameter": replace(BASE, model=other_model(lambda m: m[0].requires_grad_(False))),
-    "dtype": replace(BASE, model=other_model(lambda m: m.append(nn.Identity()).to(torch.float32)[4].bfloat16())),
+    "a scale": replace(BASE, model=other_model(lambda m: m.append(Scale(torch.float32)))),
+    "dtype of the scale": replace(BASE, model=other_model(lambda m: m.append(Scale(torch.bfloat16)))),
     "shape of a parameter": replace(BASE, model=other_model(lambda m: m.insert(4, nn.Linear(30, 30)))),
     "shape of the batch": replace(BASE, model=lambda: mlp(batch=8)),
     "a constant": replace(BASE, model=with_constant(1.0)),
@@ -103,7 +113,7 @@ CHANGES: dict[str, Start] = {
     "autocast": replace(BASE, options=CaptureOptions(precision=Precision(autocast=torch.bfloat16))),
     "seed": replace(BASE, options=CaptureOptions(seed=1)),
     "casts before sums": replace(BASE, options=CaptureOptions(precision=Precision(reduce_after_cast=True))),
-    "dtype of parameters": replace(BASE, options=CaptureOptions(precision=Precision(param_dtype=torch.bfloat16))),
+    "dtype of parameters": replace(BASE, options=CaptureOptions(precision=Precision(param_dtype=torch.float32))),
 }
 
 
