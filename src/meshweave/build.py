@@ -289,12 +289,13 @@ def _accumulated(
     def fits(roles: tuple[RankGraph, ...]) -> bool:
         return room is None or max(map(peak_bytes, roles)) <= room
 
-    if first == "whole" and fits(roles):
+    has_room = fits(roles)
+    if first == "whole" and has_room:
         once, gathers = _gathered_once(roles, room, 0.5 if pipeline.of("ordered") else 1.0)
         if gathers:
             yield placed, once, f"{note}; {gathers}"
     has_less, is_prepared = where == "auto" and whole != stored, any(prepared_values(role.graph) for role in roles)
-    if fits(roles) or not (has_less or is_prepared):
+    if has_room or not (has_less or is_prepared):
         yield placed, roles, note
     if is_prepared:
         placed, roles = expanded(first, False)

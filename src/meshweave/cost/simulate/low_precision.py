@@ -58,9 +58,10 @@ class Narrow:
                 yield work
                 continue
             assert isinstance(work, Matmul)
-            for node in self._factors(product):
+            factors = self._factors(product)
+            for node in factors:
                 yield from self._cast(node, origin_of(product).phase, microbatch)
-            elements = sum(x.num_elements for node in self._factors(product) for x in self.local.values[node])
+            elements = sum(x.num_elements for node in factors for x in self.local.values[node])
             saved = elements * (work.dtype.itemsize - self.dtype.itemsize)
             yield replace(work, dtype=self.dtype, bytes=max(work.bytes - saved, 0))
 

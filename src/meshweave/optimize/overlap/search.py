@@ -267,9 +267,8 @@ class OrderSearch:
         if buckets not in self.bucketed:
             self.bucketed[buckets] = min(c.seconds[0] for c in self.all_by(name, buckets, methods))
             is_close = self.bucketed[buckets] <= (1 + _FAR) * min(self.bucketed.values())
-            if (
-                self.is_busy and is_close and not self.is_small
-            ):  # to choose from: hardly slower, and good on slower links
+            # To choose from: hardly slower, and good on slower links.
+            if self.is_busy and is_close and not self.is_small:
                 self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
         self.tried[gathers, reductions] = self.bucketed[buckets]
         return self.bucketed[buckets]
