@@ -448,7 +448,8 @@ def test_state_in_shards_equals_one_device_and_moves_once_a_step(mesh: str, plan
     assert set(casts.values()) == ({1} if precision != "float32" else set())
     alone(batch)
     alone(batch)
-    tolerance = 1e-4 if precision == "float32" else 0.1  # tokens that change experts
+    rounding = 0.1 if "+ep:" in plan else 0.05  # with experts, tokens change theirs
+    tolerance = 1e-4 if precision == "float32" else rounding
     for name, parameter in step.parameters().items():
         expected = alone.parameters()[name]
         assert (parameter - expected).norm() <= tolerance * (expected - before[name]).norm() + 1e-6
