@@ -68,16 +68,14 @@ def _var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) 
     return _var(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = aten.mm(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)
-
-
 def _scaled_sum(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
     """beta * bias + alpha * product; a bias with beta 0 is not read."""
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return _scaled_sum(bias, aten.mm(a, b), beta, alpha)
 
 
 def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:

@@ -98,36 +98,6 @@ def _matmul(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return ops.matmul(a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:]))
 
 
-def _batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    over = [d for d in range(input.dim()) if d != 1]
-    return _normalized(input, over, (weight, bias), (running_mean, running_var), training, momentum, eps)
-
-
-def _instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool = True,
-) -> Tensor:
-    over = list(range(2, input.dim()))
-    return _normalized(input, over, (weight, bias), (running_mean, running_var), use_input_stats, momentum, eps)
-
-
 def _normalized(
     input: Tensor,
     over: list[int],
@@ -162,7 +132,7 @@ def _normalized(
     return out.to(input.dtype)
 
 
-def _functional_batch_norm(
+def _batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -172,10 +142,11 @@ def _functional_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)
+    over = [d for d in range(input.dim()) if d != 1]
+    return _normalized(input, over, (weight, bias), (running_mean, running_var), training, momentum, eps)
 
 
-def _functional_instance_norm(
+def _instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -185,7 +156,15 @@ def _functional_instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    return _instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
+    over = list(range(2, input.dim()))
+    return _normalized(input, over, (weight, bias), (running_mean, running_var), use_input_stats, momentum, eps)
+
+
+def _parameters_first(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A norm of torch.nn.functional in the form of torch's own: weight and bias first, whether to use cuDNN last."""
+    return lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True: norm(
+        input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -198,10 +177,10 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
-    F.batch_norm: _functional_batch_norm,
-    torch.batch_norm: _batch_norm,
-    F.instance_norm: _functional_instance_norm,
-    torch.instance_norm: _instance_norm,
+    F.batch_norm: _batch_norm,
+    torch.batch_norm: _parameters_first(_batch_norm),
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _parameters_first(_instance_norm),
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from meshweave.errors import CaptureError
 
+if TYPE_CHECKING:
+    from meshweave.capture.trace import GlobalRandom
+
 aten = torch.ops.aten
-
-
-class Draws(Protocol):
-    """The source of random numbers: each call is another draw."""
-
-    def uniform(self, shape: Any) -> Tensor: ...
-
-    def chance(self, shape: Any, p: float) -> Tensor: ...
-
-    def normal(self, shape: Any) -> Tensor: ...
 
 
 _BITS = 24  # of a number in [0, 1)
@@ -32,19 +25,19 @@ def _like(options: dict[str, Any], x: Tensor | None = None) -> torch.dtype:
     return options.get("dtype") or (x.dtype if x is not None else torch.get_default_dtype())
 
 
-def _dropout(mode: Draws, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
+def _dropout(mode: GlobalRandom, x: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     keep = mode.chance(x.shape, 1 - p)
     return x * keep * (0.0 if p == 1 else 1.0 / (1.0 - p)), keep
 
 
-def _fine(mode: Draws, shape: Any) -> Tensor:
+def _fine(mode: GlobalRandom, shape: Any) -> Tensor:
     """float64 in (0, 1), from two draws: the midpoints of 2**48 cells."""
     return mode.uniform(shape).double() + (mode.uniform(shape).double() + 2.0 ** -(_BITS + 1)) * 2.0**-_BITS
 
 
-def _exponential(mode: Draws, shape: Any, dtype: torch.dtype) -> Tensor:
+def _exponential(mode: GlobalRandom, shape: Any, dtype: torch.dtype) -> Tensor:
     """Exponential variables of rate 1, never 0: a Gumbel variable is -log of it. float64 for a float64 `dtype`,
     otherwise float32."""
     if dtype == torch.float64:
@@ -52,7 +45,7 @@ def _exponential(mode: Draws, shape: Any, dtype: torch.dtype) -> Tensor:
     return -torch.log1p(-torch.clamp_min(mode.uniform(shape), 2.0 ** -(_BITS + 1)))
 
 
-def _integers(mode: Draws, shape: Any, low: int, high: int, dtype: torch.dtype) -> Tensor:
+def _integers(mode: GlobalRandom, shape: Any, low: int, high: int, dtype: torch.dtype) -> Tensor:
     """Integers in [low, high). A range of more than 24 bits takes three draws, and the remainder of their 63 highest
     bits."""
     if high - low > _MOST_INTEGERS:
@@ -77,11 +70,11 @@ def _most(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def _random_(mode: Draws, x: Tensor, low: int = 0, high: int | None = None, **_: Any) -> Tensor:
+def _random_(mode: GlobalRandom, x: Tensor, low: int = 0, high: int | None = None, **_: Any) -> Tensor:
     return x.copy_(_integers(mode, x.shape, low, _most(x.dtype) + 1 if high is None else high, torch.int64))
 
 
-def _multinomial(mode: Draws, weights: Tensor, num: int, replacement: bool = False, **_: Any) -> Tensor:
+def _multinomial(mode: GlobalRandom, weights: Tensor, num: int, replacement: bool = False, **_: Any) -> Tensor:
     """`num` indices of the last dim, with `weights` that need not add up to 1; weight 0 is drawn only when no others
     are left.
 
@@ -96,7 +89,13 @@ def _multinomial(mode: Draws, weights: Tensor, num: int, replacement: bool = Fal
 
 
 def _rrelu(
-    mode: Draws, x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, *_: Any
+    mode: GlobalRandom,
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    *_: Any,
 ) -> Tensor:
     if not training:
         return torch.where(x > 0, x, x * ((lower + upper) / 2))

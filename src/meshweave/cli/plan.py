@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.markup import escape
@@ -37,8 +37,8 @@ def plan(screen: Screen, job: PlanOptions) -> int:
     for note in program.notes:
         screen.say(note)
     folded = tables.fold(rows, twins=not job.show_all)
-    shown = [r.row.as_dict() | {"name": r.name or r.row.name, "count": r.count} for r in folded]
-    sums, received = [total.as_dict() for total in tables.totals(rows)], sum(r.bytes_received for r in rows)
+    shown = [asdict(r.row) | {"name": r.name or r.row.name, "count": r.count} for r in folded]
+    sums, received = [asdict(total) for total in tables.totals(rows)], sum(r.bytes_received for r in rows)
     screen.result(True, mesh=str(program.mesh), num_moves=len(rows), bytes_received=received, moves=shown, totals=sums)
     return 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,16 +30,6 @@ class Scoring:
     bias: Tensor | None  # float, or bool: True where a query sees the key
     is_causal: bool
     scale: float
-
-
-class SdpaKernel(Protocol):
-    """A kernel and its backward."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
-    ) -> Grads: ...
 
 
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> SdpaKernel | None:
@@ -206,4 +196,5 @@ def _no_seed(q: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
+SdpaKernel: TypeAlias = CpuFlash | CudaFlash | CudaEfficient | Cudnn
 _KERNELS: dict[int, SdpaKernel] = {1: CudaFlash(), 2: CudaEfficient(), 3: Cudnn()}  # by SDPBackend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.markup import escape
@@ -11,29 +11,11 @@ from rich.table import Table
 
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError
-from meshweave.report.spans import COMPUTE_CLASSES, class_of, fold_numbers
+from meshweave.report.spans import COMPUTE_CLASSES, Sum, class_of, class_sums, fold_numbers, sums_by
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table
 
 _SHOWN_SECONDS = 5e-7  # smaller changes do not count: milliseconds are shown with three decimals
 _PHASES = ("forward", "loss", "backward", "update")
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """All communications with the same key in a step: their number, seconds, exposed seconds, bytes received."""
-
-    count: int = 0
-    seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    bytes: float = 0.0
-
-    def plus(self, span: Span) -> Sum:
-        return Sum(
-            self.count + 1,
-            self.seconds + span.seconds,
-            self.exposed_seconds + span.exposed_seconds,
-            self.bytes + span.bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +35,9 @@ class DiffRow:
     change: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        sums = {
-            f"{which}_{name}": getattr(total, name)
-            for which, total in (("a", self.a), ("b", self.b))
-            for name in Sum.__slots__
-        }
-        names = ("phase", "op", "group", "layout", "module", "kind", "change")
-        return {**{name: getattr(self, name) for name in names}, **sums}
+        own = asdict(self)
+        sums = {which: own.pop(which) for which in ("a", "b")}
+        return own | {f"{which}_{name}": value for which, total in sums.items() for name, value in total.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +97,7 @@ def _weight(row: DiffRow) -> tuple[Any, ...]:
 
 
 def _sums(simulation: Simulation) -> dict[_Key, Sum]:
-    sums: dict[_Key, Sum] = {}
-    for span in simulation.spans:
-        if span.kind != "compute":
-            key = _key(span)
-            sums[key] = sums.get(key, Sum()).plus(span)
-    return sums
+    return sums_by((span for span in simulation.spans if span.kind != "compute"), _key)
 
 
 def _moved_from(key: _Key, total: Sum, candidates: Mapping[_Key, Sum]) -> _Key | None:
@@ -212,24 +185,14 @@ class ClassError:
     measured: float
 
 
-@dataclass(slots=True)
-class _Class:
-    counts: list[int] = field(default_factory=lambda: [0, 0])
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
-
-
 def class_errors(modelled: Simulation, measured: Simulation) -> tuple[ClassError, ...]:
     """Per class of tasks the error of the model: kernels first, then communications by name; last the exposed time of
     the role that has the most, and the step. The host's part of a measured step is not modelled."""
-    classes: dict[str, _Class] = {}
-    for which, simulation in enumerate((modelled, measured)):
-        for span in simulation.spans:
-            entry = classes.setdefault(class_of(span), _Class())
-            entry.counts[which] += 1
-            entry.seconds[which] += span.seconds
-    names = [name for name in COMPUTE_CLASSES if name in classes]
-    names += sorted(name for name in classes if name not in COMPUTE_CLASSES)
-    rows = [ClassError(name, *classes[name].counts, *classes[name].seconds) for name in names]
+    ours, theirs = class_sums(modelled.spans), class_sums(measured.spans)
+    rows = []
+    for name in class_sums([*modelled.spans, *measured.spans]):
+        a, b = ours.get(name, Sum()), theirs.get(name, Sum())
+        rows.append(ClassError(name, a.count, b.count, a.seconds, b.seconds))
     exposed = ClassError("exposed", 0, 0, modelled.exposed_seconds, measured.exposed_seconds)
     return (*rows, exposed, ClassError("step", 1, 1, modelled.seconds, measured.seconds))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -31,9 +30,6 @@ class MoveRow:
     why: str
     line: str
     module: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def move_rows(placed: StepGraph, program: Mesh) -> list[MoveRow]:

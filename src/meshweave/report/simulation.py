@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from meshweave.cost.simulate.result import Simulation, Span
-from meshweave.report.spans import COMPUTE_CLASSES, class_of, fold_numbers
+from meshweave.report.spans import COMPUTE_CLASSES, class_sums, fold_numbers
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table, short_line
 
 _NUM_EXPOSED = 10  # communications listed
-
-
-@dataclass(frozen=True, slots=True)
-class ClassTotal:
-    """All tasks of a class: their number, seconds, exposed seconds, and the bytes that they receive or access."""
-
-    name: str
-    count: int
-    seconds: float
-    exposed_seconds: float
-    bytes: float
-
-
-def class_totals(simulation: Simulation) -> tuple[ClassTotal, ...]:
-    """Kernels first, then communications by name; sums over all roles."""
-    totals: dict[str, ClassTotal] = {}
-    for span in simulation.spans:
-        name = class_of(span)
-        total = totals.get(name, ClassTotal(name, 0, 0.0, 0.0, 0.0))
-        totals[name] = ClassTotal(
-            name,
-            total.count + 1,
-            total.seconds + span.seconds,
-            total.exposed_seconds + span.exposed_seconds,
-            total.bytes + span.bytes,
-        )
-    known = [totals[name] for name in COMPUTE_CLASSES if name in totals]
-    return (*known, *(totals[name] for name in sorted(totals) if name not in COMPUTE_CLASSES))
 
 
 def simulation_table(simulation: Simulation) -> Group:
@@ -84,11 +54,11 @@ def _totals(simulation: Simulation) -> Table:
 
 def _classes(simulation: Simulation) -> Table:
     table = plain_table("class", ">tasks", ">time", ">exposed", ">bytes")
-    for total in class_totals(simulation):
-        is_kernel = total.name in COMPUTE_CLASSES
+    for name, total in class_sums(simulation.spans).items():
+        is_kernel = name in COMPUTE_CLASSES
         exposed = "" if is_kernel else milliseconds_text(total.exposed_seconds)
         table.add_row(
-            total.name, f"{total.count:,}", milliseconds_text(total.seconds), exposed, bytes_text(total.bytes)
+            name, f"{total.count:,}", milliseconds_text(total.seconds), exposed, bytes_text(total.bytes)
         )  # fmt: skip
     return table
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from meshweave.cost.simulate.result import Simulation, Span
 
+K = TypeVar("K")
 COMPUTE_CLASSES = ("matmul", "attention", "memory", "host")
 NANOSECONDS = 1e9  # per second; reports are rounded to whole nanoseconds
 
@@ -25,6 +27,39 @@ def class_of(span: Span) -> str:
     if "attention" in span.op:
         return "attention"
     return "matmul" if span.flops > 0 else "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Several spans: their number, seconds, exposed seconds, and the bytes that they receive or access."""
+
+    count: int = 0
+    seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    bytes: float = 0.0
+
+    def plus(self, span: Span) -> Sum:
+        return Sum(
+            self.count + 1,
+            self.seconds + span.seconds,
+            self.exposed_seconds + span.exposed_seconds,
+            self.bytes + span.bytes,
+        )
+
+
+def sums_by(spans: Iterable[Span], key: Callable[[Span], K]) -> dict[K, Sum]:
+    """The spans of each key, in the order of their first appearance."""
+    sums: dict[K, Sum] = {}
+    for span in spans:
+        sums[key(span)] = sums.get(key(span), Sum()).plus(span)
+    return sums
+
+
+def class_sums(spans: Iterable[Span]) -> dict[str, Sum]:
+    """The spans of each class: kernels first, then communications by name."""
+    sums = sums_by(spans, class_of)
+    order = [*COMPUTE_CLASSES, *sorted(sums.keys() - {*COMPUTE_CLASSES})]
+    return {name: sums[name] for name in order if name in sums}
 
 
 def fold_numbers(module: str) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rich.table import Table
@@ -13,6 +12,7 @@ from meshweave.check.completeness import Completeness
 from meshweave.check.deadlock import DeadlockFreedom
 from meshweave.check.numerics import NumericsReport, TensorError
 from meshweave.report.moves import MoveRow
+from meshweave.report.spans import fold_numbers
 
 _LEAST_FOLDED = 7  # width of a folded column
 
@@ -31,21 +31,13 @@ def fold(rows: Iterable[MoveRow], *, twins: bool = True) -> list[FoldedRow]:
     counts: dict[Any, int] = {}
     first: dict[Any, MoveRow] = {}
     for i, row in enumerate(rows):
-        key = _twin_key(row) if twins else i
+        module = fold_numbers(row.module)
+        key = replace(row, name="", seconds=0.0, why="", module=module) if twins else i
         first.setdefault(key, row)
         counts[key] = counts.get(key, 0) + 1
-    return [FoldedRow(row, _stars(row.module) if twins else row.module, counts[key]) for key, row in first.items()]
-
-
-def _stars(name: str) -> str:
-    return re.sub(r"\b\d+\b", "*", name)
-
-
-def _twin_key(row: MoveRow) -> tuple[Any, ...]:
-    return (
-        row.phase, row.kind, row.source, row.target, row.value, row.steps, row.bytes_received, row.line,
-        _stars(row.module),
-    )  # fmt: skip
+    return [
+        FoldedRow(row, fold_numbers(row.module) if twins else row.module, counts[key]) for key, row in first.items()
+    ]
 
 
 def moves_table(rows: Sequence[MoveRow], *, show_all: bool = False) -> Table:
@@ -77,9 +69,6 @@ class Total:
     kind: str
     count: int
     bytes_received: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 def totals(rows: Iterable[MoveRow]) -> list[Total]:

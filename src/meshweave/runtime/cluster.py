@@ -22,7 +22,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.collectives import Group
-from meshweave.runtime.executor import Compiled, Executor, Meter
+from meshweave.runtime.executor import Compiled, Meter
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator
 from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.watch import close_watch, watch_of_job
@@ -58,7 +58,7 @@ class ClusterWorld:
         """Release what this world has. It must not be used afterwards."""
         self._end()
 
-    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
+    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> SerialExecutor:
         """The executor of this rank, with the process groups that the roles use. All ranks call it together."""
         with self.guard():
             self.communicator.prepare(roles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,34 +30,11 @@ class Place:
         return Place(value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
 
 
-class DeviceGraphs(Protocol):
-    """Records work on a device. Recorded values are in memory that later recordings use again once their tensors are
-    gone: replays are valid in the order of their recordings.
-
-    `user` is the executor whose values are in that memory; None between two steps."""
-
-    user: object | None
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what `run` launches, without running it. Returns the replay. Raises RecordingFailed."""
-        ...
-
-    def at(self, place: Place) -> Tensor:
-        """A tensor in memory that it does not own."""
-        ...
-
-    def is_here(self, value: Tensor) -> bool:
-        """Whether a value is in the memory of the device that records."""
-        ...
-
-    def awaits(self, run: Callable[[], None]) -> bool:
-        """Run something. Returns whether the host waited for the device meanwhile, which cannot be recorded."""
-        ...
-
-
 @dataclass(slots=True)
 class CudaGraphs:
-    """CUDA graphs in a private pool of PyTorch's allocator, recorded on a stream of their own."""
+    """CUDA graphs in a private pool of PyTorch's allocator, recorded on a stream of their own. Recorded values are in
+    memory that later recordings use again once their tensors are gone: replays are valid in the order of their
+    recordings. `user` is the executor whose values are in that memory; None between two steps."""
 
     device: torch.device
     user: object | None = None
@@ -66,6 +43,7 @@ class CudaGraphs:
     _keeper: Any = field(default=None, repr=False)  # a graph for as long as the pool: without any a pool cannot be used
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` launches, without running it. Returns the replay. Raises RecordingFailed."""
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
             torch.cuda.empty_cache()  # memory of earlier steps, which the pool cannot use
@@ -89,6 +67,7 @@ class CudaGraphs:
         return graph
 
     def at(self, place: Place) -> Tensor:
+        """A tensor in memory that it does not own."""
         if not place.shape.numel():
             return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=place.device)
         steps = zip(place.shape, place.stride, strict=True)
@@ -97,9 +76,11 @@ class CudaGraphs:
         return memory.view(place.dtype).as_strided(place.shape, place.stride)
 
     def is_here(self, value: Tensor) -> bool:
+        """Whether a value is in the memory of the device that records."""
         return value.is_cuda
 
     def awaits(self, run: Callable[[], None]) -> bool:
+        """Run something. Returns whether the host waited for the device meanwhile, which cannot be recorded."""
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

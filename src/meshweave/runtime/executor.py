@@ -34,49 +34,6 @@ class Meter(Protocol):
     def freed(self, index: int, node: fx.Node) -> None: ...
 
 
-class TaskRecorder(Protocol):
-    """Gets the times of tasks: see tracing.Recorder."""
-
-    def mark(self) -> Any: ...
-
-    def ran(self, index: int, task: Task, began: Any) -> None: ...
-
-    def copied(self, index: int, start: fx.Node, began: Any) -> None: ...
-
-    def part_begins(self) -> None: ...
-
-    def begun(self, works: Sequence[Any]) -> None: ...
-
-
-class Executor(Protocol):
-    """Runs rank graphs on the devices of a process, part by part."""
-
-    meter: Meter | None
-
-    def record(self, recorder: TaskRecorder | None) -> None:
-        """Report every task to a recorder from now on, or to none."""
-        ...
-
-    def environment(self) -> list[Env]:
-        """A fresh environment per local device, with its symbols filled in."""
-        ...
-
-    def begin(self, envs: list[Env]) -> None:
-        """Start a pass over the step. Remains of an earlier pass are dropped."""
-        ...
-
-    def end(self) -> None:
-        """Release the values of the pass."""
-        ...
-
-    def run(self, part: int, after: After | None = None) -> None:
-        """Run a part to its end on all local devices.
-
-        `after(i, task)` is called when the result of a task is available on local device i. Raises StepError when a
-        task fails."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Slot:
     index: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,12 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.background import Background, wait_all
 from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending
-from meshweave.runtime.executor import TaskRecorder
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.messages import Messages, bytes_of, dense
 from meshweave.runtime.watch import POLL, ConnectionLost
+
+if TYPE_CHECKING:
+    from meshweave.runtime.tracing import Recorder
 
 # A live peer that is silent for so long counts as stuck. Dead peers are detected sooner (see watch.py). torch's own
 # default for Gloo is 30 minutes.
@@ -71,7 +73,7 @@ class ClusterCommunicator:
     is_native: bool
     check: Callable[[], None] = lambda: None
     timeout: timedelta = TIMEOUT
-    recorder: TaskRecorder | None = None
+    recorder: Recorder | None = None
     num_started: int = 0
     num_waited: int = 0
     open: set[Pending] = field(default_factory=set)

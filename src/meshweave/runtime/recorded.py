@@ -21,7 +21,7 @@ from torch import Tensor
 from meshweave.interop.pytree import tree_leaves, tree_map_only
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import ragged
-from meshweave.runtime.cuda_graphs import DeviceGraphs, Place, RecordingFailed
+from meshweave.runtime.cuda_graphs import CudaGraphs, Place, RecordingFailed
 from meshweave.runtime.executor import UPDATE, After, Compiled, Env, Slot, Task, perform
 from meshweave.runtime.straight_line import Run, straight_line
 
@@ -75,7 +75,7 @@ class RecordedPasses:
 
     compiled: Compiled
     device: int
-    graphs: DeviceGraphs
+    graphs: CudaGraphs
     others: Callable[[Task, Env], None]
     _num_passes: int = 0
     _num_runs: Counter[int] = field(default_factory=Counter)  # of each part before it is recorded

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.cuda_graphs import DeviceGraphs
+from meshweave.runtime.cuda_graphs import CudaGraphs
 from meshweave.runtime.executor import (
     After,
     Compiled,
     Env,
     Meter,
     Task,
-    TaskRecorder,
     environment,
     failed,
     fill,
@@ -28,27 +27,16 @@ from meshweave.runtime.executor import (
 from meshweave.runtime.recorded import RecordedPasses
 from meshweave.runtime.straight_line import Run, straight_line
 
-
-class Communicator(Protocol):
-    """Runs the communications of the only device of a process."""
-
-    recorder: TaskRecorder | None
-
-    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
-        """Begin a collective or a transfer. `args` are those of the node without its operand, whose memory may be
-        written if it is owned: nothing else reads it."""
-        ...
-
-    def wait(self, started: Any) -> Any:
-        """The finished value of a start; None if this device receives nothing."""
-        ...
+if TYPE_CHECKING:
+    from meshweave.runtime.process_groups import ClusterCommunicator
+    from meshweave.runtime.tracing import Recorder
 
 
 @dataclass(slots=True)
 class Alone:
     """The communicator of a mesh of a single device, whose groups have that member alone."""
 
-    recorder: TaskRecorder | None = None
+    recorder: Recorder | None = None
 
     def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
         return operand
@@ -63,11 +51,11 @@ class SerialExecutor:
 
     compiled: Compiled
     device: int
-    communicator: Communicator
+    communicator: ClusterCommunicator | Alone
     meter: Meter | None = None
     _fresh: Env = field(init=False)
     _env: Env = field(default_factory=list)
-    _recorder: TaskRecorder | None = None
+    _recorder: Recorder | None = None
     _codes: dict[int, Run] = field(default_factory=dict)  # of the parts that have run
     _passes: RecordedPasses | None = None
     _is_recorded: bool = False  # the current pass
@@ -75,27 +63,35 @@ class SerialExecutor:
     def __post_init__(self) -> None:
         self._fresh = environment(self.compiled, self.device)
 
-    def record_passes(self, graphs: DeviceGraphs) -> None:
+    def record_passes(self, graphs: CudaGraphs) -> None:
         """Record passes that nobody observes, and replay them."""
         self._passes = RecordedPasses(self.compiled, self.device, graphs, self._run)
 
-    def record(self, recorder: TaskRecorder | None) -> None:
+    def record(self, recorder: Recorder | None) -> None:
+        """Report every task to a recorder from now on, or to none."""
         self._recorder = self.communicator.recorder = recorder
 
     def environment(self) -> list[Env]:
+        """A fresh environment per local device, with its symbols filled in."""
         return [list(self._fresh)]
 
     def begin(self, envs: list[Env]) -> None:
+        """Start a pass over the step. Remains of an earlier pass are dropped."""
         (self._env,) = envs
         is_observed = self._recorder is not None or self.meter is not None
         self._is_recorded = self._passes is not None and not is_observed and self._passes.begin(self._env)
 
     def end(self) -> None:
+        """Release the values of the pass."""
         self._env = []
         if self._passes is not None:
             self._passes.end()
 
     def run(self, part: int, after: After | None = None) -> None:
+        """Run a part to its end on all local devices.
+
+        `after(i, task)` is called when the result of a task is available on local device i. Raises StepError when a
+        task fails."""
         env, recorder = self._env, self._recorder
         if self._passes is not None and self._is_recorded:
             self._passes.run(part, env, after)

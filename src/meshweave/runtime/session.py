@@ -27,8 +27,8 @@ from meshweave.ir.graph import Spec
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.cluster import on_any
-from meshweave.runtime.cuda_graphs import CudaGraphs, DeviceGraphs
-from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Executor, Meter, compile_tasks
+from meshweave.runtime.cuda_graphs import CudaGraphs
+from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Meter, compile_tasks
 from meshweave.runtime.inputs import Inputs, numbers_on
 from meshweave.runtime.measured import measured
 from meshweave.runtime.recorded import can_be_recorded
@@ -40,7 +40,7 @@ from meshweave.runtime.update import Replacements, Update, metrics_of, outputs, 
 from meshweave.runtime.watch import POLL
 from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
-from meshweave.runtime.world import World
+from meshweave.runtime.world import Executor, World
 
 Done = Callable[[bool], None] | None
 # The user's calls that return full tensors of each kind.
@@ -108,7 +108,7 @@ class SessionSettings:
     run: RunOptions = field(default_factory=RunOptions)
 
 
-def graphs_of(world: World, settings: SessionSettings) -> DeviceGraphs | None:
+def graphs_of(world: World, settings: SessionSettings) -> CudaGraphs | None:
     """CUDA graphs, if steps may be recorded: on a GPU in a single process, if nothing of a pass is in use after it.
     Between the communications of several processes they have not been tried on GPUs."""
     is_alone = world.device.type == "cuda" and not world.is_distributed and len(world.devices) == 1
@@ -238,7 +238,7 @@ class Session:
         self.compiler: RegionCompiler = (
             RegionCompiler(backend, partial(on_any, world)) if share is None else share.compiler
         )
-        self.graphs: DeviceGraphs | None = graphs_of(world, settings) if share is None else share.graphs
+        self.graphs: CudaGraphs | None = graphs_of(world, settings) if share is None else share.graphs
         if share is None:
             self.compiler.joins_updates = self.graphs is None  # the host launches each kernel
         self._has_regions = False
@@ -260,7 +260,7 @@ class Session:
         self.was_skipped = False  # the last step
         self._envs: list[Env] = []
 
-    def _recorder(self, has_regions: bool) -> DeviceGraphs | None:
+    def _recorder(self, has_regions: bool) -> CudaGraphs | None:
         """What records the passes of a step."""
         if not has_regions or self.graphs is None or self.settings.accumulate > 1:
             return None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,28 +59,9 @@ class DeviceTrace:
     reserved_bytes: int = 0
 
 
-class Clock(Protocol):
-    """Records points in time, and resolves them to seconds afterwards."""
-
-    def mark(self) -> Mark: ...
-
-    def when_done(self, work: Any, into: list[Mark]) -> None:
-        """Append to a list the time at which a started communication is done."""
-        ...
-
-    def settle(self) -> None:
-        """Called when all is done, before `seconds`."""
-        ...
-
-    def seconds(self, mark: Mark) -> float: ...
-
-    def reserved_bytes(self) -> int:
-        """The most memory that the device's caching allocator has reserved."""
-        ...
-
-
 class HostClock:
-    """The host's monotonic clock. Gloo works report their end on a thread of their own."""
+    """The host's monotonic clock: it records points in time, and resolves them to seconds afterwards. Gloo works report
+    their end on a thread of their own."""
 
     def __init__(self) -> None:
         self._asked, self._ends = 0, list[int]()
@@ -89,6 +70,8 @@ class HostClock:
         return time.perf_counter_ns()
 
     def when_done(self, work: Any, into: list[Mark]) -> None:
+        """Append to a list the time at which a started communication is done."""
+
         def tell(_: Any) -> None:
             now = time.perf_counter_ns()
             into.append(now)
@@ -98,7 +81,8 @@ class HostClock:
         work.get_future().add_done_callback(tell)
 
     def settle(self) -> None:
-        """The wait for a work and the report of its end happen on two threads: the second may be late."""
+        """Called when all is done, before `seconds`. The wait for a work and the report of its end happen on two
+        threads: the second may be late."""
         end = time.monotonic() + _PATIENCE_SECONDS
         while len(self._ends) < self._asked and time.monotonic() < end:
             time.sleep(1e-3)
@@ -107,6 +91,7 @@ class HostClock:
         return float(mark) * 1e-9
 
     def reserved_bytes(self) -> int:
+        """The most memory that the device's caching allocator has reserved."""
         return 0
 
 
@@ -139,6 +124,9 @@ class DeviceClock:
         return torch.cuda.max_memory_reserved(self.device)
 
 
+Clock = HostClock | DeviceClock
+
+
 @dataclass(slots=True)
 class _Communication:
     """A communication that `start` began at `began`. `rounds` are the times at which its works reported their end, on a
@@ -160,7 +148,7 @@ class _Communication:
 
 @dataclass(slots=True)
 class Recorder:
-    """Receives the events of executors, as a Meter and TaskRecorder. `posted` are the times at which the rounds of a
+    """Receives the events of executors, as their meter and recorder. `posted` are the times at which the rounds of a
     communication started by the current task ended, on the rank of a cluster."""
 
     clock: Clock

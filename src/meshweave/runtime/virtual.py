@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from meshweave.runtime.executor import (
     Env,
     Meter,
     Task,
-    TaskRecorder,
     environment,
     failed,
     fill,
@@ -29,6 +29,9 @@ from meshweave.runtime.executor import (
     report_value,
 )
 from meshweave.runtime.local import piece_of, receive
+
+if TYPE_CHECKING:
+    from meshweave.runtime.tracing import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class LocalExecutor:
         self._order = [[self._step(task, tasks) for task in part] for part in order]
         self._fresh = [environment(rank, d) for rank, d in zip(self.ranks, self.devices, strict=True)]
         self._envs: list[Env] = []
-        self._recorder: TaskRecorder | None = None
+        self._recorder: Recorder | None = None
 
     def _step(self, number: int, tasks: Sequence[Sequence[Task]]) -> tuple[int, Task] | _DeviceCopy:
         """What a task of the schedule does: a task of a local device, or a copy."""
@@ -83,7 +86,7 @@ class LocalExecutor:
         planned = self.lowered.copies[number - first_copy]
         return _DeviceCopy(planned, tuple(map(placed, planned.sources)), tuple(map(placed, planned.targets)))
 
-    def record(self, recorder: TaskRecorder | None) -> None:
+    def record(self, recorder: Recorder | None) -> None:
         self._recorder = recorder
 
     def environment(self) -> list[Env]:

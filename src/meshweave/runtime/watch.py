@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from meshweave.capture.batch import shapes_text
 from meshweave.errors import StepError
 from meshweave.interop.process_groups import default_store
 from meshweave.runtime.hub import GRACE, Hub, MessageLink, message
+
+if TYPE_CHECKING:
+    from meshweave.runtime.process_groups import ClusterCommunicator
 
 # Seconds.
 POLL = 0.25  # between two looks at a known failure while something is waited for
@@ -48,19 +51,6 @@ _KEY = "meshweave/watch"
 _NOTES = logging.getLogger("meshweave")
 
 
-class FailingCommunicator(Protocol):
-    """What runs the collectives of a world."""
-
-    num_started: int
-    num_waited: int
-
-    def drain(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def release(self, is_end: bool) -> None: ...
-
-
 class ConnectionLost(StepError):
     """A communication that was interrupted. The rank that failed first knows the cause."""
 
@@ -71,7 +61,7 @@ class Watch:
     def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
         self.rank, self.num_worlds = rank, 0
         self.failure: dict[str, Any] | None = None
-        self._communicators: list[FailingCommunicator] = []  # of the worlds that are open
+        self._communicators: list[ClusterCommunicator] = []  # of the worlds that are open
         self._calls: tuple[tuple[int, str, Any], ...] = ((0, "", ()),)  # number, name, shapes; replaced by each call
         self._before: tuple[str, Any] = ("", ())
         self._is_inside, self._depth, self._num_guards, self._num_gathers = False, 0, 0, 0
@@ -108,7 +98,7 @@ class Watch:
         )
 
     @contextmanager
-    def guard(self, communicator: FailingCommunicator | None = None) -> Iterator[None]:
+    def guard(self, communicator: ClusterCommunicator | None = None) -> Iterator[None]:
         """A context in which a failure of a rank is an error on every rank, within seconds.
 
         The rank that failed raises its own error, the others StepError with the first error. When all ranks fail at the
@@ -138,7 +128,7 @@ class Watch:
         finally:
             self._depth -= 1
 
-    def _recovers(self, error: BaseException, communicator: FailingCommunicator | None) -> bool:
+    def _recovers(self, error: BaseException, communicator: ClusterCommunicator | None) -> bool:
         """Whether all ranks failed at the same point, after the same number of collectives."""
         if self.failure is not None or _is_lost(error) or not isinstance(error, Exception):
             return False
@@ -179,11 +169,11 @@ class Watch:
         for communicator in self._communicators:
             communicator.abort()
 
-    def add(self, communicator: FailingCommunicator) -> None:
+    def add(self, communicator: ClusterCommunicator) -> None:
         """A world has begun: a failure ends what it waits for."""
         self._communicators = [*self._communicators, communicator]
 
-    def remove(self, communicator: FailingCommunicator) -> None:
+    def remove(self, communicator: ClusterCommunicator) -> None:
         """A world has ended."""
         self._communicators = [each for each in self._communicators if each is not communicator]
         if self.failure is not None:
@@ -193,7 +183,7 @@ class Watch:
 
     @contextmanager
     def call(
-        self, name: str, detail: Any = (), *, meets: bool = True, communicator: FailingCommunicator | None = None
+        self, name: str, detail: Any = (), *, meets: bool = True, communicator: ClusterCommunicator | None = None
     ) -> Iterator[None]:
         """`guard`, for a call that every rank makes. `detail` are the shapes of its batch by name. `meets` is False if
         ranks exchange values before anything else. A call inside another is part of that call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,59 +15,15 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.executor import Compiled, Executor, Meter
+from meshweave.runtime.executor import Compiled, Meter
 from meshweave.runtime.serial import Alone, SerialExecutor
 from meshweave.runtime.virtual import LocalExecutor
 
+if TYPE_CHECKING:
+    from meshweave.runtime.cluster import ClusterWorld
 
-class World(Protocol):
-    """A process's part of a mesh: `devices` are the ids of its devices."""
-
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def devices(self) -> tuple[int, ...]: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def is_distributed(self) -> bool: ...
-
-    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
-        """The executor of `ranks[i]` on local device i. Every process calls it, with the same `roles`, before the first
-        step."""
-        ...
-
-    def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
-        """The full tensor, on every process, from the pieces on all processes. `pieces` are those of the local devices
-        in the layout's mesh; there may be none."""
-        ...
-
-    def guard(self) -> AbstractContextManager[None]:
-        """A context in which a failure here reaches every other process."""
-        ...
-
-    def call(self, name: str, detail: Any = (), *, meets: bool = True) -> AbstractContextManager[None]:
-        """`guard`, for a call that every process makes."""
-        ...
-
-    def note(self, choice: str) -> None:
-        """What this process does in the current call, by its own decision: shown if processes differ."""
-        ...
-
-    def check(self) -> None:
-        """Raise StepError once another process has failed."""
-        ...
-
-    def has_whole(self, layout: Layout) -> bool:
-        """Whether a value of this layout can be assembled without communication."""
-        ...
-
-    def meet(self) -> None:
-        """Wait until every process is here."""
-        ...
+World: TypeAlias = "LocalWorld | ClusterWorld"  # a process's part of a mesh
+Executor: TypeAlias = SerialExecutor | LocalExecutor
 
 
 def boxes_of(layout: Layout, shape: Sequence[int], devices: Sequence[int]) -> list[Box]:
@@ -116,7 +72,7 @@ def check_virtual_devices(mesh: Mesh) -> None:
 
 
 class LocalWorld:
-    """Every device of the mesh is a virtual device in this process."""
+    """Every device of the mesh is a virtual device in this process: `devices` are the ids of its devices."""
 
     is_distributed = False
 
@@ -126,11 +82,14 @@ class LocalWorld:
         self.device = checked_device(device or "cpu")
 
     def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
+        """The executor of `ranks[i]` on local device i. Every process calls it, with the same `roles`, before the first
+        step."""
         if len(self.devices) == 1:
             return SerialExecutor(ranks[0], self.devices[0], Alone(), meter)
         return LocalExecutor(ranks, self.devices, self.device, meter)
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
+        """The full tensor from the pieces on the local devices in the layout's mesh."""
         full = pieces[0].new_empty(spec.shape)
         holders = [device for device in self.devices if device in layout.mesh]
         for box, piece in zip(boxes_of(layout, spec.shape, holders), pieces, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,19 +18,15 @@ from torch import fx
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops, ops  # noqa: F401  (defines our attention)
 from meshweave.ir.collectives import BROADCAST, destinations, permute
+from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import origin_of
-from meshweave.ir.rank import linear, operands_of, ring_index
+from meshweave.ir.rank import RankGraph, linear, operands_of, ring_index
 from meshweave.optimize.decompose.writer import Mark
 
 _Token = tuple[int, int]  # the device whose data it is, and the number of the chunk
 
 
-class _GraphRing(Protocol):
-    @property
-    def graph(self) -> fx.Graph: ...
-
-
-def prove_rings(role: _GraphRing) -> int:
+def prove_rings(role: RankGraph | DeviceProgram) -> int:
     """The number of rings in a graph, each proven. Raises VerifyError, with the node, for a wrong ring."""
     rings: dict[Mark, list[fx.Node]] = {}
     for node in role.graph.nodes:

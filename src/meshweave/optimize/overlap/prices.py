@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -56,21 +56,6 @@ class Curve:
 
 
 _NOTHING = Curve((0.0,) * len(SIZES))
-
-
-class Prices(Protocol):
-    """The scheduler's interface to the costs of a program. `notes`: remarks for readers of the report. The time that
-    the caller of a communication spends itself, once the bytes are there, is in `host`, and neither in `start` nor in
-    `curve`."""
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-    def compute(self, node: fx.Node) -> float: ...
-    def start(self, item: int, num_bytes: float) -> float: ...
-    def curve(self, item: int) -> Curve: ...
-    def host(self, item: int) -> Curve: ...
-    def usage(self, item: int) -> tuple[tuple[str, float], ...]: ...
-    def copy_rate(self) -> float: ...
 
 
 def handed_in(reading: Reading, item: int) -> float:
@@ -313,23 +298,15 @@ def copy_rate_of(profile: MachineProfile) -> float:
     return _COPIED / profile.compute_seconds(work)
 
 
-class CostModel(Protocol):
-    """Where costs come from. `slowdown`: the factor by which compute is slower beside communication; `capacity`: bytes
-    of a device. None if unknown."""
-
-    @property
-    def slowdown(self) -> Slowdown | None: ...
-    @property
-    def capacity(self) -> int | None: ...
-    def kernel_views(self, graph: fx.Graph) -> frozenset[Any]:
-        """The view ops that cost something."""
-
-    def prices(self, reading: Reading) -> Prices: ...
+# The scheduler's interface to the costs of a program. The time that the caller of a communication spends itself, once
+# the bytes are there, is in `host`, and neither in `start` nor in `curve`.
+Prices: TypeAlias = CallablePrices | ProfilePrices
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileCosts:
-    """Costs of a machine profile; `simulated`: the simulator's figures for the present program."""
+    """Costs of a machine profile. `slowdown` is the factor by which compute is slower beside communication, `capacity`
+    the bytes of a device; `simulated`: the simulator's figures for the present program."""
 
     profile: MachineProfile
     simulated: SimulatedSeconds | None = None
@@ -343,6 +320,7 @@ class ProfileCosts:
         return int(self.profile.usable_bytes)
 
     def kernel_views(self, graph: fx.Graph) -> frozenset[Any]:
+        """The view ops that cost something."""
         return frozenset()
 
     def prices(self, reading: Reading) -> Prices:
@@ -351,7 +329,7 @@ class ProfileCosts:
 
 @dataclass(frozen=True, slots=True)
 class CallableCosts:
-    """Costs from a caller's callable."""
+    """Costs from a caller's callable, which knows neither slowdown nor capacity."""
 
     ask: CheckedCost
     slowdown: Slowdown | None = None
@@ -362,6 +340,9 @@ class CallableCosts:
 
     def prices(self, reading: Reading) -> Prices:
         return CallablePrices(reading, self.ask)
+
+
+CostModel: TypeAlias = ProfileCosts | CallableCosts
 
 
 def costs_of(cost: MachineProfile | Cost) -> CostModel:
