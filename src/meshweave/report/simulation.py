@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from meshweave.cost.simulate.memory import bytes_by_kind
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.report.spans import COMPUTE_CLASSES, class_sums, fold_numbers
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table, short_line
@@ -88,11 +89,9 @@ def _exposed_table(simulation: Simulation) -> Table:
 def _memory(simulation: Simulation) -> Table:
     """The memory of the role that needs the most, at its peak, by kind. A simulation lists the largest tensors."""
     role = max(simulation.roles, key=lambda tensor: tensor.peak_bytes)
-    kinds: dict[str, int] = {}
-    for tensor in role.at_peak:
-        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + tensor.bytes
+    kinds = bytes_by_kind(role.at_peak)
     table = plain_table(f"at the peak of role {role.index}", ">bytes")
-    for kind, num_bytes in sorted(kinds.items(), key=lambda item: (-item[1], item[0])):
+    for kind, num_bytes in kinds.items():
         table.add_row(kind, bytes_text(num_bytes))
     rest = role.peak_bytes - sum(kinds.values())
     if rest > 0:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from meshweave.cost.hardware.collectives import bytes_received
-from meshweave.cost.hardware.work import Attention, Matmul
+from meshweave.cost.hardware.work import Attention, Matmul, Work
 from meshweave.cost.simulate.classify import operand_values, work_of
 from meshweave.cost.simulate.exposure import covered_seconds
 from meshweave.cost.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
@@ -63,13 +63,16 @@ class _Role:
         the bytes are those that the ops would read and write separately."""
         nodes = [self.nodes[name] for name in event.fused] or [node]
         is_alone = node.target in STARTS or node.target is WAIT
-        works = [] if is_alone else [work for n in nodes for work in _works(n, self.local)]
+        works = [] if is_alone else [w for n in nodes for w in self.works(n)]
         flops = sum(work.flops for work in works if isinstance(work, Matmul | Attention))
         op = "start" if node.target in STARTS else "wait" if node.target is WAIT else op_name(node.target)
         stream = "compute" if self.is_only else f"compute {self.index}"
         names = tuple(n.name for n in nodes)
         total = float(sum(w.bytes for w in works))
         return self.span(node, event, op, "compute", stream, flops=flops, bytes=total, names=names)
+
+    def works(self, node: fx.Node) -> tuple[Work, ...]:
+        return work_of(node, operand_values(node, self.local.values), self.local.values[node])
 
     def copy(self, node: fx.Node, event: Event) -> Span:
         key = str(node.args[-1])
@@ -216,14 +219,6 @@ def _live_tensor(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], kinds:
     crosses = origin.phase in ("forward", "loss") and any(origin_of(u).phase == "backward" for u in node.users)
     kind = inputs.get(node) or kinds.get(node) or ("activation" if crosses else "temporary")
     return LiveTensor(node.name, size, kind, origin.module, origin.source)
-
-
-def _works(node: fx.Node, local: Local) -> tuple[Matmul | Attention, ...]:
-    """The work of an op; an op without a known cost has none, which does not affect its measured time."""
-    try:
-        return work_of(node, operand_values(node, local.values), local.values[node])  # type: ignore[return-value]
-    except MeshweaveError:
-        return ()
 
 
 def measured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ _SPLITS = (1, 2, 4, 8, 16)  # parts that k is cut into if there are too few tile
 _PARTIAL_BYTES = 4  # split-k adds partial results in float32
 
 
+@lru_cache(maxsize=65536)
 def compute_seconds(profile: MachineProfile, work: Work) -> float:
     """Seconds of `work` alone on a device, launches included. Raises MeshweaveError for a figure that the profile
     lacks."""
@@ -151,9 +153,10 @@ def _interpolate(table: Sequence[tuple[float, float]], x: float) -> float:
 
 def _with_flops(point: tuple[float, ...], work: Attention) -> tuple[float, ...]:
     """A measured point with its flops, counted in the same way as those of `work`."""
-    heads, queries, keys, head_dim, causal, seconds = point
-    flops = 2.0 * heads * queries * keys * head_dim * (5 if work.is_backward else 2) * (0.5 if causal else 1.0)
-    return heads, queries, keys, head_dim, flops, seconds
+    *sizes, causal, seconds = point
+    heads, queries, keys, head_dim = map(int, sizes)
+    alike = Attention(heads, queries, keys, head_dim, bool(causal), work.is_backward, work.dtype, 0)
+    return heads, queries, keys, head_dim, alike.flops, seconds
 
 
 def memory_seconds(profile: MachineProfile, work: MemoryWork) -> float:

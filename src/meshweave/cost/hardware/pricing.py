@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshweave.cost.hardware import nccl
+from meshweave.cost.hardware.collectives import LOCAL
 from meshweave.cost.hardware.fitted import along, curve_of, fastest, nearest
 from meshweave.cost.hardware.schema import Link, Point
 from meshweave.cost.hardware.topology import Shape, shapes
@@ -45,16 +46,26 @@ class Price:
 FREE = Price((), (), ())
 
 
-def price(profile: MachineProfile, op: str, mesh: Mesh, axes: Sequence[str]) -> Price:
-    """The price of a communication over the flattened `axes`. Raises MeshweaveError for links that the machine
-    lacks."""
-    if op == "transfer" and mesh.flat_size(axes) == 1:
+# Prices depend only on profile, mesh and axes; the planner requests the same few thousands of times.
+@lru_cache(maxsize=65536)
+def price(profile: MachineProfile, op: str, mesh: Mesh, axes: tuple[str, ...]) -> Price:
+    """The price of an op over the flattened `axes`. Raises MeshweaveError for an unknown op, and for a mesh or links
+    that the machine lacks."""
+    group_size = mesh.flat_size(axes)
+    profile.bytes_received(op, group_size, 0)
+    profile.check_mesh(mesh)
+    if op in LOCAL or (group_size == 1 and op != "transfer"):
+        return FREE
+    if group_size == 1:
         return _of_shapes(profile, op, (_far(profile),))
     return _of_shapes(profile, op, shapes(mesh.groups(axes), profile.devices_per_node, _ports(profile)))
 
 
+@lru_cache(maxsize=65536)
 def pair_price(profile: MachineProfile, sender: int, receiver: int) -> Price:
-    """The price of a message between two devices."""
+    """The price of a message between two devices; from a device to itself it is free."""
+    if sender == receiver:
+        return FREE
     profile.check_mesh(Mesh("pair=2", devices=(sender, receiver)))
     return _of_shapes(profile, "transfer", shapes([(sender, receiver)], profile.devices_per_node, _ports(profile)))
 
@@ -86,6 +97,7 @@ def link(profile: MachineProfile, level: str) -> Link:
     return level_link
 
 
+@lru_cache(maxsize=4096)
 def bandwidth_of(profile: MachineProfile, mesh: Mesh, axis: str) -> float:
     """See MachineProfile.bandwidth_of."""
     group_shapes = shapes(mesh.groups((axis,)), profile.devices_per_node, _ports(profile))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
 
 from meshweave.cost.hardware import compute, pricing, scaling
-from meshweave.cost.hardware.collectives import LOCAL, bytes_received
+from meshweave.cost.hardware.collectives import bytes_received
 from meshweave.cost.hardware.schema import (
     COUNT,
     RATES,
@@ -108,17 +107,17 @@ class MachineProfile:
         """
         if not local_bytes >= 0:
             self.bytes_received(op, 1, local_bytes)
-        return _price(self, op, mesh, tuple(axes)).seconds(local_bytes)
+        return pricing.price(self, op, mesh, tuple(axes)).seconds(local_bytes)
 
     def usage(self, op: str, mesh: Mesh, axes: Sequence[str]) -> tuple[tuple[str, float], ...]:
         """The levels of links ("node", "net") that `op` occupies, and the share of their bandwidth per device that it
         uses when it is large and alone, above 0 and at most 1. Ops whose shares add up to more slow each other."""
-        return _price(self, op, mesh, tuple(axes)).usage
+        return pricing.price(self, op, mesh, tuple(axes)).usage
 
     def host_seconds(self, op: str, mesh: Mesh, axes: Sequence[str], seconds: float) -> float:
         """The part of an op's `seconds` that the caller spends on starting and finishing it; 0 if the links work on
         their own."""
-        price = _price(self, op, mesh, tuple(axes))
+        price = pricing.price(self, op, mesh, tuple(axes))
         return min(seconds, price.host_s + price.host * seconds)
 
     def bandwidth_of(self, mesh: Mesh, axis: str) -> float:
@@ -128,15 +127,15 @@ class MachineProfile:
         On a mesh over several nodes with several devices each, both levels may carry data in parallel, and bounds that
         add up the times of both would count that time twice: there the rate is doubled.
         """
-        return _bandwidth(self, mesh, axis)
+        return pricing.bandwidth_of(self, mesh, axis)
 
     def transfer_seconds(self, sender: int, receiver: int, num_bytes: float) -> float:
         """Seconds to send `num_bytes` from device to device; 0 from a device to itself."""
-        return _pair(self, sender, receiver).seconds(num_bytes)
+        return pricing.pair_price(self, sender, receiver).seconds(num_bytes)
 
     def transfer_usage(self, sender: int, receiver: int) -> tuple[tuple[str, float], ...]:
         """As `usage`, of a message from device to device."""
-        return _pair(self, sender, receiver).usage
+        return pricing.pair_price(self, sender, receiver).usage
 
     def compute_slowdown(self, levels: frozenset[str]) -> float:
         """The factor by which compute slows down while communication runs on these levels of links: 1 or more. The
@@ -145,7 +144,7 @@ class MachineProfile:
 
     def compute_seconds(self, work: Work) -> float:
         """Seconds of `work` alone, launches included. Raises MeshweaveError for a missing figure."""
-        return _compute(self, work)
+        return compute.compute_seconds(self, work)
 
     def peak_flops(self, dtype: torch.dtype) -> float:
         """Peak floating point operations per second of a matmul. Raises MeshweaveError for a dtype without a peak."""
@@ -216,29 +215,3 @@ class MachineProfile:
         if kernel == self.attention.kernel:
             return self
         return replace(self, name=f"{self.name} {kernel}", attention=replace(self.attention, kernel=kernel))
-
-
-# Prices depend only on profile, mesh and axes; the planner requests the same few thousands of times.
-@lru_cache(maxsize=65536)
-def _price(profile: MachineProfile, op: str, mesh: Mesh, axes: tuple[str, ...]) -> pricing.Price:
-    group_size = mesh.flat_size(axes)
-    profile.bytes_received(op, group_size, 0)
-    profile.check_mesh(mesh)
-    if op in LOCAL or (group_size == 1 and op != "transfer"):
-        return pricing.FREE
-    return pricing.price(profile, op, mesh, axes)
-
-
-@lru_cache(maxsize=65536)
-def _pair(profile: MachineProfile, sender: int, receiver: int) -> pricing.Price:
-    return pricing.FREE if sender == receiver else pricing.pair_price(profile, sender, receiver)
-
-
-@lru_cache(maxsize=4096)
-def _bandwidth(profile: MachineProfile, mesh: Mesh, axis: str) -> float:
-    return pricing.bandwidth_of(profile, mesh, axis)
-
-
-@lru_cache(maxsize=65536)
-def _compute(profile: MachineProfile, work: Work) -> float:
-    return compute.compute_seconds(profile, work)

@@ -132,9 +132,6 @@ class _Fusion:
             return True
         return False
 
-    def operands(self, node: fx.Node) -> list[fx.Node]:
-        return self.sources[node]
-
     def size(self, node: fx.Node) -> int:
         values = (*self._values(node.all_input_nodes), *self.local.values[node])
         return max((x.num_elements for x in values), default=0)
@@ -183,7 +180,7 @@ class _Fusion:
             if merged is not None:
                 merged.is_open = False
             return merged
-        producers = [self.group_of[n] for n in self.operands(node) if n in self.group_of]
+        producers = [self.group_of[n] for n in self.sources[node] if n in self.group_of]
         joinable = list(
             {id(group): group for group in producers if group.is_open and self._belong(group, node)}.values()
         )
@@ -236,7 +233,7 @@ class _Fusion:
     def _merge(self, groups: Sequence[_KernelGroup], node: fx.Node) -> _KernelGroup | None:
         if len(groups) == 1:
             (group,) = groups
-            if all(self.group_of.get(x) is group or self._position(x) < group.position for x in self.operands(node)):
+            if all(self.group_of.get(x) is group or self._position(x) < group.position for x in self.sources[node]):
                 group.nodes.append(node)  # nothing moves
                 group.size = max(group.size, self.size(node))
                 self.group_of[node] = group
@@ -244,7 +241,7 @@ class _Fusion:
         nodes = sorted({*(n for group in groups for n in group.nodes), node}, key=self.order.__getitem__)
         inside = set(nodes)
         position = float(self.order[nodes[0]])
-        for operand in (x for n in nodes for x in self.operands(n) if x not in inside):
+        for operand in (x for n in nodes for x in self.sources[n] if x not in inside):
             position = max(position, self._position(operand) + _AFTER)
         for reader in (r for n in nodes for r in self.readers.get(n, ()) if r not in inside):
             known = self.group_of.get(reader)
@@ -329,7 +326,7 @@ def _with_equal_merged(local: Local, same: Mapping[fx.Node, fx.Node]) -> Local:
 
 def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], local: Local) -> Kernel:
     inside = set(group.nodes)
-    reads = dict.fromkeys(x for n in group.nodes for x in grouping.operands(n) if x not in inside)
+    reads = dict.fromkeys(x for n in group.nodes for x in grouping.sources[n] if x not in inside)
     writes = [
         n for n in group.nodes if n in returned or any(reader not in inside for reader in grouping.readers.get(n, ()))
     ]

@@ -108,4 +108,4 @@ def bytes_by_kind(at_peak: Iterable[LiveTensor]) -> Mapping[str, int]:
     totals: dict[str, int] = {}
     for live in at_peak:
         totals[live.kind] = totals.get(live.kind, 0) + live.bytes
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+    return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))

@@ -72,19 +72,11 @@ class Ledger:
             for life in (self.lives[key] for key in keys):
                 origin = origin_of(life.node)
                 life.end = life.end if [origin.phase, origin.call] == call else max(life.end, end)
-        if self.fusion == "eager" and self.holding.keeps_every_second_matmul:
+        if self.holding.fusion == "eager" and self.holding.keeps_every_second_matmul:
             self.keep_every_second_matmul()
         for (storage, _), life in self.lives.items():
             if storage in self.lasting or life.end >= self.times.seconds:
                 life.end = inf
-
-    @property
-    def fusion(self) -> Fusion:
-        return self.holding.fusion
-
-    @property
-    def last_microbatch(self) -> int:
-        return self.holding.last_microbatch
 
     def keep_every_second_matmul(self) -> None:
         kernels = [(n, self.tasks.tasks[n]) for n in self.of_role.tasks if self.tasks.tasks[n].kind == "kernel"]
@@ -120,7 +112,7 @@ class Ledger:
         for (kind, _), node in returned.items():
             if kind not in ("grad", "acc"):
                 self.lasting |= {x.storage for x in self.of_role.local.values[node]}
-        if self.fusion == "ops":  # a new tensor is allocated, and the old tensor freed after its last use
+        if self.holding.fusion == "ops":  # a new tensor is allocated, and the old tensor freed after its last use
             for old in self.replaced.values():
                 self.lives[old, -1].end = 0.0
 
@@ -132,7 +124,7 @@ class Ledger:
                 self.make(node, microbatch, begin, end)
             used = self.use(self.of_role.storages_read(task), task, end)
             origin = origin_of(task.node)
-            if self.fusion != "ops" and origin.call and not is_compiled(origin, self.fusion):
+            if self.holding.fusion != "ops" and origin.call and not is_compiled(origin, self.holding.fusion):
                 keys, _ = self.calls.get((microbatch, origin.phase, origin.call), (set(), 0.0))
                 self.calls[microbatch, origin.phase, origin.call] = keys | {*used}, end
         elif task.kind == "start":
@@ -141,22 +133,25 @@ class Ledger:
         else:
             started: Any = task.node.args[0]
             self.use(self.of_role.storages_written(task), task, end)
-            late = origin_of(task.node).phase == "update" and (started, self.last_microbatch) in self.start_operands
-            of = self.last_microbatch if late else microbatch
+            late = (
+                origin_of(task.node).phase == "update"
+                and (started, self.holding.last_microbatch) in self.start_operands
+            )
+            of = self.holding.last_microbatch if late else microbatch
             for key in self.start_operands.get((started, of), ()):
                 self.lives[key].end = max(self.lives[key].end, end)
 
     def make(self, node: fx.Node, microbatch: int, begin: float, end: float) -> None:
         input_storages = {x.storage for i in node.all_input_nodes for x in self.of_role.local.values.get(i, ())}
         for x in self.of_role.local.values[node]:
-            in_place = self.fusion != "ops" and x.storage in self.replaced
+            in_place = self.holding.fusion != "ops" and x.storage in self.replaced
             if x.storage not in input_storages and not in_place and (x.storage, microbatch) not in self.lives:
                 self.lives[x.storage, microbatch] = Life(node, x.storage_bytes, "", begin, end)
 
     def use(self, storages: frozenset[int], task: SimulatedTask, end: float) -> list[Key]:
         used_storages = []
         for storage in storages:
-            choices = [(storage, task.microbatch), (storage, self.last_microbatch), (storage, -1), (storage, 0)]
+            choices = [(storage, task.microbatch), (storage, self.holding.last_microbatch), (storage, -1), (storage, 0)]
             if storage in self.sums:  # what the previous microbatch left, or the zeros of the first
                 choices = [(self.sums[storage], task.microbatch - 1), (storage, -1)]
             elif self.replaced.get(storage) in self.sums:
