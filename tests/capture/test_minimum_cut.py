@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from meshweave.capture.blocks import is_ahead, is_back
-from meshweave.capture.minimum_cut import fewest_bytes, is_recomputable
-from meshweave.capture.recompute import parameter_forms
+from meshweave.capture.recompute import fewest_bytes, is_recomputable, parameter_forms
 from meshweave.capture.step import CaptureOptions, capture
 from meshweave.ir.graph import StepGraph, op_name, spec_of, tensor_inputs
 from meshweave.ir.traits import MATMULS

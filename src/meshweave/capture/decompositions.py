@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshweave.capture.embeddings import EMBEDDINGS
-from meshweave.capture.strided import as_strided
+from meshweave.errors import CaptureError
 from meshweave.interop.tracing import get_decompositions
 from meshweave.ir.graph import wide_dtype
 
@@ -199,6 +198,152 @@ def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[
     return loss, is_target.to(x.dtype).reshape(target.shape)
 
 
+# Embeddings in parts: bags as lookups and a matmul with the matrix of which index is in which bag, and norms of rows.
+# The matrix is computed from the offsets in the batch, so bags may have any size in every step; sums and means shard as
+# lookups and matmuls do. The maximum of a bag stays a single op, which is never sharded.
+
+
+def _bag_of(offsets: Tensor, count: int, include_last: bool) -> Tensor:
+    """The bag of each of `count` indices, where bags begin at `offsets`."""
+    begins = aten.slice.Tensor(offsets, 0, 0, offsets.shape[0] - 1) if include_last else offsets
+    place = torch.arange(count, device=offsets.device, dtype=offsets.dtype)
+    return aten.sum.dim_IntList((begins.unsqueeze(0) <= place.unsqueeze(1)).to(offsets.dtype), [1]) - 1
+
+
+def _embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample: Tensor | None = None,
+    include_last: bool = False,
+    padding: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums and means of the rows of each bag; the maximum of a bag (mode 2) stays an op without a rule."""
+    if mode == 2 or sparse or scale_grad:
+        return NotImplemented
+    bag_of = _bag_of(offsets, indices.shape[0], include_last)
+    num_bags = offsets.shape[0] - include_last
+    counted = (indices != padding).to(weight.dtype)
+    rows = aten.embedding.default(weight, indices)
+    rows = rows * (counted if per_sample is None else counted * per_sample).unsqueeze(1)
+    members = (bag_of.unsqueeze(0) == torch.arange(num_bags, device=bag_of.device).unsqueeze(1)).to(weight.dtype)
+    sizes = aten.sum.dim_IntList(members * counted, [1])
+    out = aten.mm.default(members, rows)
+    out = out / sizes.clamp(min=1).unsqueeze(1) if mode == 1 else out
+    return out, bag_of, sizes.to(offsets.dtype), torch.zeros_like(offsets)
+
+
+def _embedding_bag_dense_backward(
+    grad: Tensor,
+    indices: Tensor,
+    bag_of: Tensor,
+    sizes: Tensor,
+    largest: Tensor,
+    num_rows: int,
+    scale_grad: bool,
+    mode: int,
+    per_sample: Tensor | None,
+    padding: int = -1,
+) -> Tensor:
+    if mode == 2 or scale_grad:
+        return NotImplemented
+    grad = grad / sizes.clamp(min=1).to(grad.dtype).unsqueeze(1) if mode == 1 else grad
+    rows = aten.index_select.default(grad, 0, bag_of)
+    rows = rows if per_sample is None else rows * per_sample.unsqueeze(1)
+    return aten.embedding_dense_backward.default(rows, indices, num_rows, padding, False)
+
+
+def _embedding_bag_backward(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bag_of: Tensor,
+    sizes: Tensor,
+    largest: Tensor,
+    num_rows: int,
+    scale_grad: bool,
+    mode: int,
+    sparse: bool,
+    per_sample: Tensor | None,
+    padding: int = -1,
+) -> Tensor:
+    if sparse:
+        return NotImplemented
+    options = (num_rows, scale_grad, mode, per_sample, padding)
+    return aten._embedding_bag_dense_backward.default(grad, indices, bag_of, sizes, largest, *options)
+
+
+def _embedding_renorm(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Scale rows that `indices` name and whose norm is above `max_norm` down to it, each of them once."""
+    units = torch.ones_like(indices, dtype=weight.dtype).unsqueeze(-1)
+    uses = aten.embedding_dense_backward.default(units, indices, weight.shape[0], -1, False)
+    norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
+    scaled = weight * (max_norm / (norms + 1e-7))  # aten/src/ATen/native/Embedding.cpp
+    return torch.where((uses > 0) & (norms > max_norm), scaled, weight)
+
+
+def _sparse_gradient(*_: Any, **__: Any) -> Tensor:
+    raise CaptureError(
+        "the gradient of an embedding is sparse",
+        got="sparse=True in nn.Embedding or nn.EmbeddingBag, or a sparse tensor created in the model",
+        expected="dense gradients, which meshes can reduce",
+        hint="sparse=False; SGD without momentum then updates the same rows by the same values",
+    )
+
+
+# `as_strided`, which reads memory by strides, as views that are functions of values.
+
+
+def as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Tensor:
+    """A view expressed by other ops: windows along a contiguous tensor that may overlap, each of whole rows (frames of
+    stft, chunks that share their halves), or permutations of all elements in memory. Anything else is an error, except
+    for index tensors that autograd reads so."""
+    start = x.storage_offset() if offset is None else offset
+    place = zip(size, x.shape, stride, x.stride(), strict=False)
+    same = [a == b and (n == m or a <= 1) for a, b, n, m in place]
+    if all(same) and len(size) == x.dim() and start == x.storage_offset():
+        return aten.view.default(x, list(size))
+    if x.dim() == 0 or start != 0 or x.storage_offset() != 0:
+        return NotImplemented
+    if x.is_contiguous() and (windows := _windows(x, size, stride, same)) is not None:
+        return windows
+    order, target = _by_stride(x.shape, x.stride()), _by_stride(size, stride)
+    dense = x.permute(order)
+    if not dense.is_contiguous():
+        return NotImplemented
+    flat, sizes = dense.reshape(-1), [size[d] for d in target]
+    if [stride[d] for d in target] == [prod(sizes[d + 1 :]) for d in range(len(sizes))] and prod(sizes) == len(flat):
+        return flat.view(sizes).permute([target.index(d) for d in range(len(target))])
+    if x.dtype != torch.int64:
+        return NotImplemented  # a lookup would not be a view: writes to it would be lost
+    index = torch.zeros(1, dtype=torch.int64, device=x.device)
+    for n, step in zip(size, stride, strict=True):
+        index = (index[:, None] + torch.arange(n, device=x.device) * step).flatten()
+    return flat[index].view(list(size))
+
+
+def _by_stride(size: Sequence[int], stride: Sequence[int]) -> list[int]:
+    """The dims from the outermost in memory to the innermost."""
+    return sorted(range(len(size)), key=lambda d: (-stride[d], size[d] > 1, d))
+
+
+def _windows(x: Tensor, size: Sequence[int], stride: Sequence[int], same: Sequence[bool]) -> Tensor | None:
+    """Windows after the leading dims that are the `same`; None if strides mean something else."""
+    batch = next((d for d, is_same in enumerate(same) if not is_same), x.dim() - 1)
+    inner = list(size[batch + 1 :])
+    if not inner or list(stride[batch + 1 :]) != [prod(inner[d + 1 :]) for d in range(len(inner))]:
+        return None
+    count, window, hop, length = size[batch], prod(inner), stride[batch], prod(x.shape[batch:])
+    if hop < 1 or (length - window) // hop + 1 < count:
+        return None
+    rows = x if batch == x.dim() - 1 else aten.view.default(x, [*x.shape[:batch], length])
+    windows = aten.slice.Tensor(aten.unfold.default(rows, batch, window, hop), batch, 0, count)
+    return windows if len(inner) == 1 else aten.view.default(windows, list(size))
+
+
 _FROM_TORCH = (  # names of ops whose decomposition is torch's
     "_log_softmax _log_softmax_backward_data nll_loss_forward nll_loss_backward nll_loss2d_forward "
     "nll_loss2d_backward mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward huber_loss "
@@ -235,7 +380,12 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.index_put.default: _index_put,
     aten.scatter.value: _scatter_value,
-    **EMBEDDINGS,
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_forward_only.default: _embedding_bag,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
+    aten._embedding_bag_dense_backward.default: _embedding_bag_dense_backward,
+    aten.embedding_renorm.default: _embedding_renorm,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default: _sparse_gradient,
     aten.unsafe_split.Tensor: _split,
     aten.unsafe_split_with_sizes.default: _split_with_sizes,
     aten.std_mean.correction: _std_mean,

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
-from meshweave.capture.indexing import INDEXING
-from meshweave.capture.losses import LOSSES
 from meshweave.capture.record import storage_of
-from meshweave.capture.recurrent import recurrent_functions
 from meshweave.capture.selected_rows import Masks, has_rows, on_rows
 from meshweave.capture.trace import user_line
 from meshweave.errors import CaptureError
@@ -28,6 +27,7 @@ from meshweave.interop import pytree
 from meshweave.interop.fake import FakeTensor
 from meshweave.ir import ops
 from meshweave.ir.graph import wide_dtype
+from meshweave.ir.recurrent import KINDS, recurrent
 
 
 def _autocast(*values: Any) -> tuple[Any, ...]:
@@ -174,6 +174,185 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, True)[0]
 
 
+# Indexing in the form for capture: at positions that the step computes, and of diagonals.
+
+_BASIC = (int, slice, type(None), type(...))
+
+
+def _is_position(index: Any) -> bool:
+    """Whether torch would read the number of an index, to select what is there: a single integer, known in a step."""
+    is_integer = isinstance(index, FakeTensor) and index.dtype not in (torch.bool, torch.uint8)
+    return is_integer and index.dim() == 0 and not index.is_floating_point()
+
+
+def _get_item(x: Tensor, index: Any) -> Tensor:
+    """Like torch's, whose result is a view: at a position that the step computes no op gives such a view."""
+    if any(map(_is_position, index if isinstance(index, tuple) else (index,))):
+        raise CaptureError(
+            "the model selects a part of a tensor at a position that the step computes",
+            where=user_line(),
+            got="x[i] with i a tensor of a single integer",
+            hint="x.index_select(0, i.view(1))[0], which copies it; x[i] = values to write, and to add "
+            "x.index_add_(0, i.view(1), more)",
+        )
+    return x[index]
+
+
+def _set_item(x: Tensor, index: Any, value: Any) -> None:
+    """x[index] = value, also at positions that the step computes (a ring buffer), between integers and slices."""
+    parts = index if isinstance(index, tuple) else (index,)
+    at = [d for d, part in enumerate(parts) if _is_position(part)]
+    if not at or not all(d in at or type(part) in _BASIC for d, part in enumerate(parts)):
+        x[index] = value
+        return
+    chosen = x[tuple(slice(None) if d in at else part for d, part in enumerate(parts))]
+    places: list[Tensor | None] = [None] * chosen.dim()
+    for d in at:
+        # A copy, for the number counts at the time of the write.
+        places[_dim_of(parts, d, chosen.dim())] = parts[d].to(torch.int64, copy=True)
+    value = value.to(x.dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+    while value.dim() > chosen.dim() - len(at) and value.shape[0] == 1:  # as torch does before it broadcasts
+        value = value.squeeze(0)
+    torch.ops.aten.index_put_(chosen, places, value)
+
+
+def _dim_of(parts: tuple[Any, ...], at: int, num_dims: int) -> int:
+    """The dim of the selected value to which part `at` of an index, a slice there, belongs."""
+    before, after = (sum(_keeps_dim(part) for part in some) for some in (parts[:at], parts[at + 1 :]))
+    is_behind_rest = any(part is ... for part in parts[:at])
+    return num_dims - 1 - after if is_behind_rest else before
+
+
+def _keeps_dim(part: Any) -> bool:
+    """Whether a part of an index stands for a dim of the result."""
+    return part is not ... and not isinstance(part, int)
+
+
+def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    """torch's writes through strides, which a value of the trace does not have. Wrapped around, it writes outside of
+    views, which stays the error that it is."""
+    is_wrapped = wrap and x.dim() == 2 and x.shape[0] > x.shape[1]
+    if x.dim() < 2 or (x.dim() > 2 and len({*x.shape}) > 1) or (is_wrapped and not x.is_contiguous()):
+        return x.fill_diagonal_(fill_value, wrap)
+    first, *rest = (torch.arange(n, device=x.device).view(-1, *[1] * (x.dim() - 1 - d)) for d, n in enumerate(x.shape))
+    if is_wrapped:
+        first = first % (x.shape[1] + 1)
+    on_diagonal = torch.stack([(first == other).expand(x.shape) for other in rest]).all(0)
+    return x.masked_fill_(on_diagonal, fill_value)
+
+
+# Losses of torch.nn.functional in the form for capture: they do not read data, and have static shapes.
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """Like torch's, which also raises an error for a negative variance; here that counts as `eps`, as 0 does in
+    both."""
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
+    if var.shape == input.shape[:-1] and var.shape != input.shape:
+        var = var.unsqueeze(-1)
+    differ = [n for m, n in zip(input.shape, var.shape, strict=False) if m != n]
+    if input.dim() != var.dim() or differ not in ([], [1]):
+        raise ValueError("var is of incorrect size")
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    return _reduced(loss + 0.5 * math.log(2 * math.pi) if full else loss, reduction)
+
+
+def _lengths(lengths: Any, like: Tensor) -> Tensor:
+    """Lengths of sequences as a tensor [n]."""
+    tensor = lengths if isinstance(lengths, Tensor) else torch.tensor(lengths, dtype=torch.int64, device=like.device)
+    return tensor.reshape(-1).to(torch.int64)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Like torch's, by an op whose result shapes do not depend on lengths.
+
+    log_probs [t, n, c] or [t, c], targets [n, s], or those of all sequences concatenated, at offsets that depend on
+    lengths: CaptureError if these are computed, because the shape of the targets would depend on data."""
+    is_batched = log_probs.dim() == 3
+    if not is_batched:
+        log_probs, targets = log_probs.unsqueeze(1), targets.reshape(1, -1)
+    if targets.dim() != 2 and not isinstance(target_lengths, FakeTensor):
+        each = _lengths(target_lengths, targets).tolist()
+        targets = pad_sequence(targets.split(each), batch_first=True)
+    if targets.dim() != 2:
+        raise CaptureError(
+            "the targets of ctc_loss are concatenated, at offsets that depend on data",
+            where=user_line(),
+            got=f"targets {list(targets.shape)} for log_probs {list(log_probs.shape)}",
+            expected=f"[{log_probs.shape[1]}, longest]",
+            hint="pass a row of targets for each sequence, padded to the longest: padding is not read",
+        )
+    wide = log_probs.to(wide_dtype(log_probs.dtype))
+    counts = _lengths(target_lengths, targets)
+    loss = ops.ctc_loss(wide, targets, _lengths(input_lengths, targets), counts, blank, zero_infinity)[0]
+    if zero_infinity:
+        loss = torch.where(loss == math.inf, 0.0, loss)
+    if reduction == "mean":
+        return (loss / counts.clamp(min=1)).mean()
+    return _reduced(loss if is_batched else loss.squeeze(0), reduction)
+
+
+def _ctc_loss_by_number(*args: Any, **options: Any) -> Tensor:
+    """torch.ctc_loss, whose reduction is a number."""
+    arguments = dict(zip(_OF_CTC, args, strict=False)) | options
+    number = arguments.pop("reduction", 1)
+    return _ctc_loss(**arguments, reduction=("none", "mean", "sum")[number])
+
+
+_OF_CTC = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+
+# Recurrent layers of torch.nn in the form for capture: an op for each layer and direction.
+
+
+def _network(kind: str, *args: Any) -> tuple[Tensor, ...]:
+    """`torch.lstm` and its like. A packed sequence, whose sizes are constants, runs as torch's."""
+    if not isinstance(args[3], bool):  # (data, batch_sizes, state, params, has_biases, ...)
+        return KINDS[kind](*args)  # type: ignore[no-any-return]
+    x, state, params, has_biases, num_layers, dropout, is_training, is_bidirectional, is_batch_first = args
+    hidden, cell = state if kind == "lstm" else (state, state.new_empty((*state.shape[:2], 0)))
+    x, hidden, cell, *params = _autocast(x, hidden, cell, *params)
+    is_projected = kind == "lstm" and hidden.shape[2] != cell.shape[2]
+    size = 2 + 2 * has_biases + is_projected
+    x = x.transpose(0, 1) if is_batch_first else x
+    last: list[tuple[Tensor, Tensor]] = []
+    for layer in range(num_layers):
+        outs: list[Tensor] = []
+        for is_reverse in (False, True)[: 1 + is_bidirectional]:
+            at = len(last)
+            weights = list(params[at * size : (at + 1) * size])
+            out, *ends = recurrent(x, hidden[at], cell[at], weights, kind, is_reverse)
+            outs.append(out)
+            last.append((ends[0], ends[1]))
+        x = torch.cat(outs, -1) if is_bidirectional else outs[0]
+        if dropout and is_training and layer < num_layers - 1:
+            x = F.dropout(x, dropout, True)
+    return (x.transpose(0, 1) if is_batch_first else x, *_stacked(last)[: 1 + (kind == "lstm")])
+
+
+def _stacked(last: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([hidden for hidden, _ in last]), torch.stack([cell for _, cell in last])
+
+
 _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
@@ -184,9 +363,13 @@ _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
-    **LOSSES,
-    **INDEXING,
-    **recurrent_functions(_autocast),
+    F.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss_by_number,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    Tensor.__getitem__: _get_item,
+    Tensor.__setitem__: _set_item,
+    Tensor.fill_diagonal_: _fill_diagonal,
+    **{function: partial(_network, kind) for kind, function in KINDS.items()},
 }
 
 
