@@ -7,7 +7,7 @@ import torch
 from tests.place import conformance
 from tests.place.test_rules import SAMPLES
 
-from meshweave.check.infer import infer
+from meshweave.check.role_replay import infer
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshweave.interop.fake import FakeTensor, FakeTensorMode
-from meshweave.interop.fake_ops import result_of
+from meshweave.interop.fake import FakeTensor, FakeTensorMode, result_of
 from meshweave.interop.ops import find_operator
 
 BINARY = "add.Tensor sub.Tensor mul.Tensor div.Tensor eq.Tensor maximum.default logical_and.default pow.Tensor_Tensor"

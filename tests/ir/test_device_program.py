@@ -15,7 +15,7 @@ from meshweave.ir.collectives import ALL_GATHER, STARTS, WAIT
 from meshweave.ir.device_program import DeviceProgram, graph_program
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph
-from meshweave.optimize.overlap.parts import form_of
+from meshweave.optimize.overlap.steps import form_of
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.values import Values, local_values
-from meshweave.runtime.regions.compiler import checked_backend
+from meshweave.runtime.regions.compiler import checked_backend, region_function
 from meshweave.runtime.regions.cut import UPDATE_BYTES, Region, Step, cut
-from meshweave.runtime.regions.trace import region_function
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from meshweave.cost.simulate.allocator import CachingAllocator, reserved_bytes
+from meshweave.cost.simulate.memory import CachingAllocator, reserved_bytes
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from tests.models import hugging_face
 import meshweave as mw
 from meshweave.cost.hardware.work import Matmul, MemoryWork
 from meshweave.cost.simulate.kernels import is_in_block, kernels_of
-from meshweave.cost.simulate.low_precision import Narrow
+from meshweave.cost.simulate.tasks import Narrow
 from meshweave.errors import MeshweaveError
 from meshweave.ir.values import local_values
 from meshweave.program import Program

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from meshweave.errors import RuleError
 from meshweave.ir import ops
 from meshweave.ir.graph import (
     Input,
+    Spec,
     StepGraph,
     copy_meta,
     map_nodes,
@@ -23,21 +26,19 @@ from meshweave.ir.graph import (
     tensor_inputs,
 )
 from meshweave.ir.grouped import BY_ROWS, key_of
-from meshweave.ir.layout import Layout
+from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.traits import VIEWS
+from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ir.verify import check_captured
 from meshweave.ops.registry import result_specs, row_for
 from meshweave.place.assign import Assignment, Operand, Price, as_asked, cheapest, follow_result, homes
 from meshweave.place.copies import Copy, is_no_larger, phase_of
 from meshweave.place.decide import Placement
 from meshweave.place.forms import Forms, due_at_casts
-from meshweave.place.operators import Pin, translate
+from meshweave.place.operators import Pin, layout_back, partial_operand, translate
 from meshweave.place.owned import by_rows, ends_by_key, ends_cut, expert_axes, lookup_cut, narrow_rows, owned_price
-from meshweave.place.pinned import PinnedAxes
 from meshweave.place.rates import Rates, default_rates
 from meshweave.place.sums import Sums
-from meshweave.place.users import proposed_by_users
 
 ours = torch.ops.meshweave
 PIN = torch.ops.meshweave.pin.default
@@ -47,6 +48,52 @@ ROUND_PARTS = torch.ops.meshweave.round_parts.default
 # operator's layout, or a part of a sum that is cast before the sum or added up over microbatches: such layouts are kept
 # wherever possible.
 PINNED_WEIGHT = 100.0
+
+
+# The layouts that operators in the model have pinned: which axes are pinned on a value, and how far downstream.
+
+
+@dataclass(slots=True)
+class PinnedAxes:
+    """`axes`: for each value the axes that operators pinned and that are still in effect. `before`: for each operator
+    call the layout of its operand."""
+
+    axes: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
+    before: dict[int, Layout] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> frozenset[str]:
+        return self.axes.get(node, frozenset())
+
+    def pin(self, node: fx.Node, value: fx.Node, pin: Pin, source: Layout, is_grad: bool) -> Layout:
+        """Pin `value` to the operator's layout; its gradient goes back to the operand's layout."""
+        origin = origin_of(node)
+        if is_grad:
+            target = layout_back(pin, source, self.before[origin.call])
+        else:
+            target = pin.layout_for(source, node.meta["spec"].shape, str(origin))
+            self.before[origin.call] = source
+        self.axes[node] = pin.acting(target, self.of(value))
+        return target
+
+    def follow(
+        self, node: fx.Node, operands: Sequence[fx.Node], option: Assignment, layout_of: Callable[[fx.Node], Layout]
+    ) -> None:
+        """Propagate pinned axes downstream of an op, as far as they stay in effect.
+        Raises LayoutError if they have made an operand partial and this op is not linear. Partial values are allowed
+        inside a single op of the model (the parts of a softmax), for a cast and in backward."""
+        pinned: set[str] = set()
+        for operand, wanted in zip(operands, option.operands, strict=True):
+            axes = self.of(operand)
+            pinned |= axes
+            is_inside = origin_of(operand).call == origin_of(node).call
+            if not axes or is_inside or node.target in CASTS or phase_of(node) != "forward":
+                continue
+            layout = layout_of(operand)
+            lost = [a for a in layout.partial_axes if a in axes and a not in wanted.partial_axes]
+            if lost and layout.mesh == wanted.mesh:
+                raise partial_operand(op_name(node.target), lost[0], layout, origin_of(node), origin_of(operand))
+        acting = {a for layout in option.results for a in (*layout.sharded_axes, *layout.partial_axes)}
+        self.axes[node] = frozenset(pinned & acting)
 
 
 @dataclass(slots=True)
@@ -401,3 +448,82 @@ def place(
     """
     check_captured(step)
     return _Placer(step, placement, owned_price(price), rates, decided={} if decided is None else decided).run()
+
+
+# Layouts that a value's users propose, for dims whose cut no operand of its op determines: dims that an op broadcasts,
+# and a sum that has to be reduced before it is rounded.
+
+_MOST_VALUES = 32  # visited per op: the relevant users are inside the same composite (a softmax, a loss)
+
+Map = tuple[int | None, ...]  # for each dim of a value, the dim of the op's result that it runs along
+
+
+def proposed_by_users(
+    node: fx.Node, mesh: Mesh, is_free: Callable[[fx.Node], bool], layout_of: Callable[[fx.Node], Layout | None]
+) -> tuple[Layout, ...]:
+    """The layout in which users need broadcast dims of a node's result, or those of a sum that has to be reduced before
+    it is rounded: none, or a single layout.
+
+    `is_free`: whether a value is computed on demand, in any piece. `layout_of`: the layout of a placed value.
+    """
+    dims = _spread_dims(node, lambda n: not is_free(n)) or _rounded_dims(node, layout_of)
+    proposed = _layout_of_users(node, dims, lambda n: None if is_free(n) else layout_of(n)) if dims else None
+    return (proposed,) if proposed is not None and proposed.mesh == mesh else ()
+
+
+def _spread_dims(node: fx.Node, is_stored: Callable[[fx.Node], bool]) -> frozenset[int]:
+    """Dims of a node's result that none of its stored operands has: no layout of theirs can shard them."""
+    spec, operands = node.meta["spec"], tensor_inputs(node)
+    if not isinstance(spec, Spec) or spec.num_elements < 2:
+        return frozenset()
+    if max((spec_of(n).num_elements for n in operands if is_stored(n)), default=0) >= spec.num_elements:
+        return frozenset()
+    rule = row_for(node).rule(node)
+    known = {f for n, dims in zip(operands, rule.operands, strict=True) if is_stored(n) for dim in dims for f in dim}
+    outer = {d: rule.outer(rule.results[0], d) for d in range(len(spec.shape))}
+    return frozenset(d for d, f in outer.items() if f is not None and f not in known and rule.is_shardable(f))
+
+
+def _rounded_dims(node: fx.Node, layout_of: Callable[[fx.Node], Layout | None]) -> frozenset[int]:
+    """The dims of a cast that its operand, a partial sum, does not pass."""
+    layout = layout_of(tensor_inputs(node)[0]) if node.target in CASTS else None
+    if layout is None or not layout.partial or any("sum" in term.ops for term in row_for(node).rule(node).linear):
+        return frozenset()
+    return frozenset(range(len(spec_of(node).shape)))
+
+
+def _layout_of_users(
+    node: fx.Node, dims: frozenset[int], layout_of: Callable[[fx.Node], Layout | None]
+) -> Layout | None:
+    """How the values that a node's result meets are sharded along `dims`; None if they are not sharded, or not yet
+    placed. Breadth-first search from the result to its users, and their other operands and results."""
+    start: Map = tuple(d if d in dims else None for d in range(len(spec_of(node).shape)))
+    queue, seen = deque([(node, start)]), {node}
+    while queue and len(seen) < _MOST_VALUES:
+        value, along = queue.popleft()
+        for other, mapped in _neighbours(value, along, is_start=value is node):
+            if other in seen or all(d is None for d in mapped):
+                continue
+            seen.add(other)
+            layout = layout_of(other)
+            if layout is None:
+                queue.append((other, mapped))
+            elif any(layout.dims[d].axes for d, to in enumerate(mapped) if to is not None):
+                cut = {to: layout.dims[d] for d, to in enumerate(mapped) if to is not None}
+                return Layout(layout.mesh, tuple(cut.get(d, DimSharding()) for d in range(len(start))))
+    return None
+
+
+def _neighbours(value: fx.Node, along: Map, is_start: bool) -> Iterator[tuple[fx.Node, Map]]:
+    """The operands and results of the ops that use a value, and of the op that computes it."""
+    for op in [*value.users, *([] if is_start else [value])]:
+        if op.op != "call_function" or not isinstance(op.meta.get("spec"), Spec):
+            continue
+        try:
+            rule = row_for(op).rule(op)
+        except RuleError:  # placement raises it again
+            continue
+        places = list(zip([*tensor_inputs(op), op], (*rule.operands, *rule.results), strict=True))
+        to = {rule.outer(dims, d): r for n, dims in places if n is value for d, r in enumerate(along) if r is not None}
+        to.pop(None, None)
+        yield from ((n, tuple(to.get(rule.outer(dims, d)) for d in range(len(dims)))) for n, dims in places)

@@ -20,7 +20,7 @@ from meshweave.ir.graph import block_name, origin_of
 Buckets = Literal["none", "blocks", "blocks+root"] | int
 """`none`: every collective by itself. `blocks`: those of a kind and phase in the same block of the model
 (`model.layers.3`), or outside of blocks, are merged. `blocks+root`: the same, and in memory all parameters outside of
-blocks form a group, as in FSDP2's root module (see `simulate.flat`). A number: neighbours of a kind and phase are
+blocks form a group, as in FSDP2's root module (see `simulate.memory`). A number: neighbours of a kind and phase are
 merged until they have that many bytes."""
 OF_BLOCKS = ("blocks", "blocks+root")
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 
 from torch import fx
 
-from meshweave.cost.simulate.allocator import reserved_bytes
 from meshweave.cost.simulate.clock import Times
-from meshweave.cost.simulate.fsdp2_buffers import hold_flat_buffers
 from meshweave.cost.simulate.result import LiveTensor
-from meshweave.cost.simulate.storage_intervals import Ledger, Life, LifetimeRules
+from meshweave.cost.simulate.storage_intervals import Key, Ledger, Life, LifetimeRules
 from meshweave.cost.simulate.tasks import RoleTasks, Tasks
-from meshweave.ir.graph import origin_of
+from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER
+from meshweave.ir.graph import block_name, origin_of
 from meshweave.ir.liveness import live_bytes
+from meshweave.ir.rank import RankGraph
+from meshweave.ir.traits import CASTS
 
 _SHOWN = 40  # tensors shown at the peak, the largest first
 _STEPS = 3  # steps after which an allocator no longer grows, if all steps are equal
@@ -109,3 +112,282 @@ def bytes_by_kind(at_peak: Iterable[LiveTensor]) -> Mapping[str, int]:
     for live in at_peak:
         totals[live.kind] = totals.get(live.kind, 0) + live.bytes
     return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
+
+
+# Replays PyTorch's caching allocator: the memory that it reserves for a sequence of allocations. Sizes and rules are
+# those of c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13) with its default settings: blocks are rounded up to
+# 512 B; below 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB, above from segments of
+# their own size rounded up to 2 MiB; the smallest free block that is large enough is taken and split, unless little
+# would be left; adjacent free blocks are merged; no segment is returned to the device. With `expandable_segments:True`
+# (as torchtitan and verl set PYTORCH_CUDA_ALLOC_CONF) a pool has a single segment, which grows at its end by 2 or 20
+# MiB at a time, and every block is split.
+
+_MIN_BLOCK = 512
+_SMALL, _SMALL_SEGMENT = 1 << 20, 2 << 20
+_MIN_LARGE, _LARGE_SEGMENT, _ROUND_LARGE = 10 << 20, 20 << 20, 2 << 20
+
+
+@dataclass(slots=True)
+class _Block:
+    segment: int
+    offset: int
+    size: int
+    is_free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return (self.size, self.segment, self.offset)
+
+
+@dataclass(slots=True)
+class _BlockPool:
+    """Free blocks of small or of large segments, by size. `last`: the last block of an expandable segment."""
+
+    last: _Block | None = None
+    keys: list[tuple[int, int, int]] = field(default_factory=list)
+    blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)
+
+    def add(self, block: _Block) -> None:
+        block.is_free = True
+        insort(self.keys, block.key)
+        self.blocks[block.segment, block.offset] = block
+
+    def remove(self, block: _Block) -> None:
+        block.is_free = False
+        del self.keys[bisect_left(self.keys, block.key)]
+        del self.blocks[block.segment, block.offset]
+
+    def best(self, size: int) -> _Block | None:
+        at = bisect_left(self.keys, (size, -1, -1))
+        return self.blocks[self.keys[at][1:]] if at < len(self.keys) else None
+
+
+@dataclass(slots=True)
+class CachingAllocator:
+    """Reserved bytes grow as `allocate` is called; `free` returns blocks to the pool of their stream."""
+
+    is_expandable: bool = False
+    reserved: int = 0
+    _segments: int = 0
+    _pools: dict[tuple[str, bool], _BlockPool] = field(default_factory=dict)
+    _allocated: dict[int, tuple[_Block, _BlockPool]] = field(default_factory=dict)
+    _count: int = 0
+
+    def allocate(self, num_bytes: int, stream: str) -> int:
+        """A handle for `num_bytes` from the pool of a stream."""
+        size = max(_MIN_BLOCK, -(-num_bytes // _MIN_BLOCK) * _MIN_BLOCK)
+        is_small = size <= _SMALL
+        pool = self._pools.setdefault((stream, is_small), _BlockPool())
+        block = pool.best(size)
+        if block is None and self.is_expandable:
+            block = self._grow(pool, size, _SMALL_SEGMENT if is_small else _LARGE_SEGMENT)
+        elif block is None:
+            self.reserved += _segment_size(size)
+            block = self._new_segment(_segment_size(size))
+        else:
+            pool.remove(block)
+        rest = block.size - size
+        if rest >= _MIN_BLOCK if is_small or self.is_expandable else rest > _SMALL:
+            after = _Block(block.segment, block.offset + size, rest, before=block, after=block.after)
+            if block.after is not None:
+                block.after.before = after
+            block.size, block.after = size, after
+            pool.last = after if pool.last is block else pool.last
+            pool.add(after)
+        self._count += 1
+        self._allocated[self._count] = (block, pool)
+        return self._count
+
+    def _new_segment(self, size: int) -> _Block:
+        self._segments += 1
+        return _Block(self._segments, 0, size)
+
+    def _grow(self, pool: _BlockPool, size: int, chunk: int) -> _Block:
+        """A free block of at least `size` at the end of the pool's segment, which grows by whole chunks."""
+        block, last = pool.last, pool.last
+        if last is None:
+            block = self._new_segment(0)
+        elif last.is_free:
+            pool.remove(last)
+        else:
+            block = last.after = _Block(last.segment, last.offset + last.size, 0, before=last)
+        assert block is not None
+        grown = -(-(size - block.size) // chunk) * chunk
+        block.size, pool.last = block.size + grown, block
+        self.reserved += grown
+        return block
+
+    def free(self, handle: int) -> None:
+        block, pool = self._allocated.pop(handle)
+        before, after = block.before, block.after
+        if before is not None and before.is_free:
+            pool.remove(before)
+            before.size, before.after = before.size + block.size, block.after
+            pool.last = before if pool.last is block else pool.last
+            if block.after is not None:
+                block.after.before = before
+            block = before
+        if after is not None and after.is_free:
+            pool.remove(after)
+            block.size, block.after = block.size + after.size, after.after
+            pool.last = block if pool.last is after else pool.last
+            if after.after is not None:
+                after.after.before = block
+        pool.add(block)
+
+
+def _segment_size(size: int) -> int:
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    if size < _MIN_LARGE:
+        return _LARGE_SEGMENT
+    return -(-size // _ROUND_LARGE) * _ROUND_LARGE
+
+
+def reserved_bytes(changes: Iterable[tuple[int, int, str]], is_expandable: bool = False) -> int:
+    """Bytes reserved after `changes`, each (tensor's number, bytes, stream): the first occurrence allocates, the second
+    frees."""
+    allocator, handles = CachingAllocator(is_expandable), dict[int, int]()
+    for number, num_bytes, stream in changes:
+        if number in handles:
+            allocator.free(handles.pop(number))
+        elif num_bytes:
+            handles[number] = allocator.allocate(num_bytes, stream)
+    return allocator.reserved
+
+
+# What FSDP2 allocates for the collectives of a block: flat buffers, in the memory pools of its streams. A gather writes
+# into a buffer of its own stream, and parameters are copied out of it where compute waits for it. In forward the buffer
+# is kept until the next gather has been copied out, parameters of a block until their last use in the block. A reduce-
+# scatter's input is kept until the next is issued; gradients are allocated in the memory of its stream
+# (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.5 to 2.13). The parameters
+# that `fully_shard` of the whole model leaves to its root (embedding, last norm and head, if only blocks are wrapped)
+# form a group, `blocks+root`: gathered together before forward, never resharded after it (`_lazy_init` of
+# _fsdp_state.py), their gradients reduced together after backward.
+
+GATHER, REDUCE = ALL_GATHER.op, REDUCE_SCATTER.op
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Collectives on a flat buffer: what they read and write, when they are issued, when compute first waits."""
+
+    node: fx.Node
+    operands: tuple[Key, ...]
+    results: tuple[Key, ...]
+    issued: float
+    waited: float
+
+    @property
+    def phase(self) -> str:
+        return origin_of(self.node).phase
+
+    @property
+    def microbatch(self) -> int:
+        return self.results[0][1]
+
+
+def hold_flat_buffers(
+    tasks: Tasks,
+    role_tasks: RoleTasks,
+    times: Times,
+    lives: MutableMapping[Key, Life],
+    operands: Mapping[tuple[fx.Node, int], Sequence[Key]],
+) -> None:
+    """Give the tensors that a role gathers and reduces over its parameters' storage axes the lifetimes of FSDP2.
+    `operands`: what each start reads. No effect if the program is simulated with a collective per tensor."""
+    axes = _parameter_axes(role_tasks.role)
+    flats = [
+        _flat(tasks, role_tasks, times, bucket, operands)
+        for bucket in tasks.flat
+        if bucket[0][0] in role_tasks.tasks and str(tasks.tasks[bucket[0][0]].node.args[-1]) in axes
+    ]
+    if tasks.has_root_group:
+        microbatches = sorted({f.microbatch for f in flats})
+        flats = [f for number in microbatches for f in _with_root_group(flats, number, role_tasks, lives)]
+    _hold_gathers(sorted((f for f in flats if f.node.target is GATHER), key=lambda f: f.waited), lives)
+    _hold_reductions(sorted((f for f in flats if f.node.target is REDUCE), key=lambda f: f.issued), lives)
+
+
+def _flat(
+    tasks: Tasks,
+    role_tasks: RoleTasks,
+    times: Times,
+    bucket: Sequence[tuple[int, int]],
+    operands: Mapping[tuple[fx.Node, int], Sequence[Key]],
+) -> Flat:
+    """The bucket of starts and waits, which are task numbers."""
+    starts = [tasks.tasks[start] for start, _ in bucket]
+    read = [key for task in starts for key in operands[task.node, task.microbatch]]
+    written = [(x.storage, task.microbatch) for task in starts for x in role_tasks.local.values[task.node]]
+    issued = min(times.starts[start] for start, _ in bucket)
+    return Flat(starts[0].node, tuple(read), tuple(written), issued, min(times.starts[wait] for _, wait in bucket))
+
+
+def _with_root_group(
+    flats: Sequence[Flat], microbatch: int, role_tasks: RoleTasks, lives: Mapping[Key, Life]
+) -> Iterator[Flat]:
+    """Those of a microbatch, with everything outside of blocks as a group: parameters live from the first gather until
+    gradients are reduced, together with the last of them. Until then gradients are in their own dtype."""
+    own = [f for f in flats if f.microbatch == microbatch]
+    end = max((f.issued for f in own if f.node.target is REDUCE), default=0.0)
+    of_root = [f for f in own if not block_name(origin_of(f.node))]
+    gathers = [f for f in of_root if f.node.target is GATHER and f.phase != "backward"]
+    reductions = [f for f in of_root if f.node.target is REDUCE]
+    yield from (f for f in own if f not in gathers and f not in reductions)
+    if gathers:
+        yield _join(gathers, min(f.issued for f in gathers))
+    if reductions:
+        yield _join(reductions, end)
+    for key in (key for f in gathers for key in f.results):
+        lives[key].end = max(lives[key].end, end)
+    done = max((f.waited for f in reductions), default=end)
+    for key in (key for f in reductions for key in f.operands):
+        node = lives[key].node
+        sources = node.all_input_nodes if node.target in CASTS else []
+        for source in ((x.storage, key[1]) for n in sources for x in role_tasks.local.values[n]):
+            lives[source].end = max(lives[source].end, end)
+        lives[key].begin = end if sources else lives[key].begin
+        lives[key].end = max(lives[key].end, done)
+
+
+def _join(flats: Sequence[Flat], issued: float) -> Flat:
+    operands = tuple(key for f in flats for key in f.operands)
+    results = tuple(key for f in flats for key in f.results)
+    return Flat(flats[0].node, operands, results, issued, min(f.waited for f in flats))
+
+
+def _hold_gathers(gathers: Sequence[Flat], lives: MutableMapping[Key, Life]) -> None:
+    for number, flat in enumerate(gathers):
+        following = gathers[number + 1] if number + 1 < len(gathers) else flat
+        results = [lives[key] for key in flat.results]
+        is_forward = flat.phase == following.phase == "forward"
+        copied = following.waited if is_forward else flat.waited
+        size = sum(life.bytes for life in results)
+        lives[-1 - number, 0] = Life(flat.node, size, "gathered", flat.issued, copied, stream="gather")
+        for life in results:
+            life.begin, life.end = flat.waited, max(other.end for other in results)
+
+
+def _hold_reductions(reductions: Sequence[Flat], lives: Mapping[Key, Life]) -> None:
+    for flat in reductions:
+        for key in flat.results:
+            lives[key].stream = "reduce"
+    for flat, following in pairwise(reductions):
+        for key in flat.operands:
+            lives[key].end = max(lives[key].end, following.issued)
+
+
+def _parameter_axes(role: RankGraph) -> frozenset[str]:
+    """The groups over which parameters are gathered."""
+    kinds = role.sources
+
+    def is_parameter(node: fx.Node) -> bool:
+        while node.op == "call_function" and len(node.all_input_nodes) == 1:
+            (node,) = node.all_input_nodes
+        return node in kinds and kinds[node].kind == "param"
+
+    gathers: Sequence[fx.Node] = [n for n in role.graph.nodes if n.target is GATHER]
+    return frozenset(str(n.args[-1]) for n in gathers if is_parameter(n.all_input_nodes[0]))

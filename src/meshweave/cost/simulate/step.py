@@ -37,7 +37,7 @@ class SimulateOptions:
     buckets: which collectives are merged, as in systems that flatten parameters (see `simulate.buckets`).
     expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF, for the bytes that the allocator reserves.
     keeps_every_second_matmul: the step recomputes with policy "selective", for which eager mode stores results whether
-    or not they are read (see `simulate.lives`).
+    or not they are read (see `simulate.storage_intervals`).
     """
 
     fusion: Fusion | None = None

@@ -15,15 +15,15 @@ from torch import fx
 
 from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.cost.hardware.work import MemoryWork
+from meshweave.cost.hardware.work import Matmul, MemoryWork, Work
 from meshweave.cost.simulate.buckets import OF_BLOCKS, Buckets, Member, check_buckets, group_members
-from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, kernels_of
-from meshweave.cost.simulate.low_precision import Narrow
+from meshweave.cost.simulate.classify import known_kind
+from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, is_in_block, kernels_of
 from meshweave.cost.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, loss_exchange, passes_of
 from meshweave.engine.match import Channel, match_transfer
 from meshweave.engine.schedule import Schedule
 from meshweave.errors import VerifyError
-from meshweave.ir.collectives import STARTS, TABLE, TRANSFER, WAIT, transfer
+from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT, transfer
 from meshweave.ir.graph import PARTS, origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
@@ -75,7 +75,7 @@ class RoleTasks:
 class Tasks:
     """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
     and waits of collectives that share a flat buffer, bucket by bucket. `has_root_group`: everything outside of blocks
-    is a group of parameters (see `simulate.flat`)."""
+    is a group of parameters (see `simulate.memory`)."""
 
     schedule: Schedule
     tasks: tuple[SimulatedTask, ...]
@@ -442,3 +442,98 @@ def launch_times(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> It
         ):
             now += eager_s
         yield now
+
+
+# Training with matmuls in a smaller dtype, such as float8: which values are cast, which move in the smaller dtype, and
+# the costs. The 2-D matmuls of repeated blocks use the dtype, and those of rows by expert. Each operand is cast once
+# per phase: its largest value is computed (by the kernel that produces it, if kernels are fused), then it is scaled and
+# rounded. Values that are gathered only for such matmuls are cast before they move, as in float8 FSDP and float8
+# sequence parallelism.
+
+
+@dataclass(slots=True)
+class Narrow:
+    """A role's matmuls in `dtype`. `sources` are the storages of gathers in the smaller dtype, with a device's operand
+    elements; `done` the (storage, phase, microbatch) that have been cast."""
+
+    dtype: torch.dtype
+    role: RankGraph
+    local: Local
+    fusion: Fusion
+    sources: dict[int, int] = field(default_factory=dict)
+    done: set[tuple[int, str, int]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for node in self.role.graph.nodes:
+            if node.target is ALL_GATHER.op and is_in_block(origin_of(node)):
+                operand = node.args[0]
+                assert isinstance(operand, fx.Node)
+                handed = sum(x.num_elements for x in self.local.values[operand])
+                self.sources.update(dict.fromkeys(self._fed_to_matmuls(node), handed))
+
+    def moved_bytes(self, start: fx.Node, num_bytes: float) -> float:
+        """Bytes of the operand of a collective in the dtype in which it moves."""
+        results = self.local.values[start]
+        if start.target is not ALL_GATHER.op or not results or results[0].storage not in self.sources:
+            return num_bytes
+        return num_bytes * self.dtype.itemsize / results[0].dtype.itemsize
+
+    def works(self, kernel: Kernel, microbatch: int) -> Iterator[Work]:
+        """The work of a kernel, with casts before matmuls in the smaller dtype."""
+        product = kernel.nodes[0]  # a bias may be added to it
+        for work in kernel.works:
+            if not self._is_narrow(product, work):
+                yield work
+                continue
+            assert isinstance(work, Matmul)
+            factors = self._factors(product)
+            for node in factors:
+                yield from self._cast(node, origin_of(product).phase, microbatch)
+            elements = sum(x.num_elements for node in factors for x in self.local.values[node])
+            saved = elements * (work.dtype.itemsize - self.dtype.itemsize)
+            yield replace(work, dtype=self.dtype, bytes=max(work.bytes - saved, 0))
+
+    def _factors(self, product: fx.Node) -> tuple[fx.Node, ...]:
+        """The operands of a matmul in its dtype: of rows by expert the first two, the ends of rows follow."""
+        nodes = (n for n in product.all_input_nodes if self.local.values.get(n))
+        floating = [n for n in nodes if self.local.values[n][0].dtype.is_floating_point]
+        return tuple(floating[-2:])
+
+    def _is_narrow(self, node: fx.Node, work: Work) -> bool:
+        wide = isinstance(work, Matmul) and work.batch == 1 and work.dtype.itemsize > self.dtype.itemsize
+        return wide and is_in_block(origin_of(node))
+
+    def _cast(self, node: fx.Node, phase: str, microbatch: int) -> Iterator[MemoryWork]:
+        for x in self.local.values[node]:
+            key = (x.storage, phase, microbatch)
+            if key in self.done:
+                continue
+            self.done.add(key)
+            elements = self.sources.get(x.storage, x.num_elements)
+            if self.fusion in ("ops", "eager"):
+                yield MemoryWork("reduction", elements * x.dtype.itemsize, elements, x.dtype)
+            yield MemoryWork("pointwise", elements * (x.dtype.itemsize + self.dtype.itemsize), elements, x.dtype)
+
+    def _fed_to_matmuls(self, start: fx.Node) -> set[int]:
+        """The storages of a gather's result and of copies of it, if only matmuls read them; else none."""
+        waiting, seen, is_read = list(start.users), set[fx.Node](), False
+        storages = {x.storage for x in self.local.values[start]}
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op != "call_function":
+                return set()
+            is_view = node.target in (WAIT, ALL_GATHER.op) or any(
+                x.storage in storages for x in self.local.values[node]
+            )
+            kind = "strided" if is_view else known_kind(node)
+            if kind == "strided":  # a view or copy of the same elements, or a gather of a gathered value
+                storages |= {x.storage for x in self.local.values[node]}
+                waiting += node.users
+            elif kind == "matmul":
+                is_read = True
+            else:
+                return set()
+        return storages if is_read else set()
