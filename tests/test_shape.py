@@ -18,7 +18,7 @@ MAX_LINES, MAX_PARAMETERS, MAX_FILE = 60, 8, 800
 PUBLIC = {"compile", "backend", "scaled"}
 OPS = {
     f"meshweave/{name}.py"
-    for name in ("ir/ops", "ir/attention", *(f"capture/{x}" for x in ("embeddings", "functions", "normalize")))
+    for name in ("ir/ops", "ir/attention", *(f"capture/{x}" for x in ("decompositions", "functions", "normalize")))
 }
 # Words that say nothing as names; "held out" (of data), "one hot" and "one round" are terms.
 EMPTY_WORDS = {"one", "ones", "made", "found", "held", "told", "said"}
