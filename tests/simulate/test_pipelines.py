@@ -15,6 +15,7 @@ from meshweave.cost.hardware import load_profile
 from meshweave.cost.simulate.pipelines import Pipeline, loss_exchange
 from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
+from meshweave.errors import MeshweaveError
 from meshweave.program import Program
 
 WIDTH = 4096
@@ -43,9 +44,8 @@ def stages(depth: int, tied: bool = False) -> Program:
     with torch.device("meta"):
         model, batch = Stages(depth, tied), {"x": torch.empty(2 * 2 * WIDTH, WIDTH)}
     mesh, options = mw.Mesh(f"pp={depth}"), CaptureOptions(accumulate=2)
-    return build_program(
-        StepSource(model, lambda out, batch: out.sum()), batch, None, Target(mesh, None, FREE), options
-    )
+    loss = lambda out, batch: (out.sum(), {"first": out[0, 0]}) if tied else out.sum()  # noqa: E731
+    return build_program(StepSource(model, loss), batch, None, Target(mesh, None, FREE), options)
 
 
 def simulated(program: Program, microbatches: int, pipeline: Pipeline) -> Simulation:
@@ -64,6 +64,24 @@ def test_the_bubble_is_that_of_the_formula(depth: int, counts: tuple[int, ...], 
     for count in counts:
         found = simulated(stages(depth, tied), count, pipeline)
         assert bubble(found) == pytest.approx((depth - 1) / (count + depth - 1), abs=0.025)
+
+
+def placed(*indices: int) -> Program:
+    """Layers on these stages of two."""
+    with torch.device("meta"):
+        model, batch = Stages(len(indices), tied=False), {"x": torch.empty(8 * WIDTH, WIDTH)}
+    plan = mw.Plan.on({f"layers.{i}": f"pp={index}" for i, index in enumerate(indices)})
+    source, target = StepSource(model, lambda out, batch: out.sum()), Target(mw.Mesh("pp=2"), plan, FREE)
+    return build_program(source, batch, None, target, CaptureOptions(accumulate=2))
+
+
+def test_stages_may_have_devices_in_any_order_but_a_microbatch_passes_them_once() -> None:
+    ordered, reversed_ = (simulated(placed(*indices), 12, "1f1b") for indices in ((0, 1), (1, 0)))
+    assert reversed_.seconds == pytest.approx(ordered.seconds)
+    with pytest.raises(MeshweaveError, match="stages that a microbatch passes once") as error:
+        simulated(placed(0, 1, 0), 2, "1f1b")
+    assert error.value.hint == 'pipeline="gpipe", or layers on devices in one direction'
+    simulated(placed(0, 1, 0), 2, "gpipe")
 
 
 def test_a_sequential_run_keeps_one_stage_busy_at_a_time() -> None:

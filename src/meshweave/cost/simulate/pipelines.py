@@ -9,7 +9,7 @@ from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
-from meshweave.ir.graph import output_node
+from meshweave.ir.graph import PARTS, origin_of, output_node
 from meshweave.ir.rank import SYMBOLS, RankGraph
 
 Pipeline = Literal["sequential", "gpipe", "1f1b"]
@@ -39,8 +39,34 @@ def passes_of(stage: int, num_stages: int, microbatches: int, pipeline: Pipeline
     return (*order, (UPDATE, 0))
 
 
+def stage_numbers(roles: Sequence[RankGraph], exchange: Sequence[frozenset[fx.Node]]) -> list[int]:
+    """How many stages a microbatch passes before it comes to each role in forward, whatever the devices. `exchange`:
+    see `loss_exchange`. MeshweaveError if a role gets values that depend on what it sent itself."""
+    sides: dict[Any, tuple[set[int], set[int]]] = {}  # by key: roles that receive, that send
+    for i, (role, ignored) in enumerate(zip(roles, exchange, strict=True)):
+        for node in role.graph.find_nodes(op="call_function", target=transfer):
+            if PARTS[origin_of(node).phase] == FORWARD and node not in ignored:
+                sides.setdefault(node.args[-1], (set(), set()))[node.args[0] is not None].add(i)
+    edges = {
+        (sender, receiver) for receivers, senders in sides.values() for sender in senders for receiver in receivers
+    }
+    numbers = [0] * len(roles)
+    for _ in roles:
+        for sender, receiver in edges:
+            numbers[receiver] = max(numbers[receiver], numbers[sender] + 1)
+    for sender, receiver in sorted(edges):
+        if numbers[receiver] <= numbers[sender]:
+            raise MeshweaveError(
+                "1f1b is a schedule of stages that a microbatch passes once",
+                where=f"devices {roles[sender].devices} and {roles[receiver].devices}",
+                got="in forward, both get values from each other",
+                hint='pipeline="gpipe", or layers on devices in one direction',
+            )
+    return numbers
+
+
 def loss_exchange(roles: Sequence[RankGraph]) -> list[frozenset[fx.Node]]:
-    """By role the communications that send losses to other stages, and the ops that only these need."""
+    """By role the communications that send losses and metrics to other stages, and the ops that only these need."""
     received = [_loss_exchange_of(role, ()) for role in roles]
     keys = {node.args[-1] for nodes in received for node in nodes if node.target is transfer}
     return [_loss_exchange_of(role, keys) for role in roles]
@@ -49,7 +75,8 @@ def loss_exchange(roles: Sequence[RankGraph]) -> list[frozenset[fx.Node]]:
 def _loss_exchange_of(role: RankGraph, keys: Collection[Any]) -> frozenset[fx.Node]:
     """The exchange of a role that only receives losses, or that also sends them by the transfers `keys`."""
     returned = {output_node(role.graph)}
-    ends = [node for (kind, _), node in role.results.items() if kind == "loss" and set(node.users) == returned]
+    numbers = [node for (kind, _), node in role.results.items() if kind in ("loss", "metric")]
+    ends = [node for node in numbers if set(node.users) == returned]
     waits = (n for n in role.graph.nodes if n.target is WAIT and not n.users)
     ends += [n for n in waits if n.args[0].args[-1] in keys]  # type: ignore[union-attr]
     exchange = set[fx.Node]()

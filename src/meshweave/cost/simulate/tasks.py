@@ -19,7 +19,16 @@ from meshweave.cost.hardware.work import Matmul, MemoryWork, Work
 from meshweave.cost.simulate.buckets import OF_BLOCKS, Buckets, Member, check_buckets, group_members
 from meshweave.cost.simulate.classify import known_kind
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, is_in_block, kernels_of
-from meshweave.cost.simulate.pipelines import BACKWARD, FORWARD, UPDATE, Passes, Pipeline, loss_exchange, passes_of
+from meshweave.cost.simulate.pipelines import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    Passes,
+    Pipeline,
+    loss_exchange,
+    passes_of,
+    stage_numbers,
+)
 from meshweave.engine.match import Channel, match_transfer
 from meshweave.engine.schedule import Schedule
 from meshweave.errors import VerifyError
@@ -410,18 +419,18 @@ def lower_tasks(
     matmul_dtype: torch.dtype | None = None,
     buckets: Buckets = "none",
 ) -> Tasks:
-    """The tasks of a step on a machine. Roles are stages of a pipeline in order; for `buckets` see
-    `simulate.buckets`."""
+    """The tasks of a step on a machine. Roles are stages of a pipeline; for `buckets` see `simulate.buckets`."""
     check_buckets(buckets)
     roles = []
     for graph in graphs:
         local = local_values(graph)
         kernels, local = kernels_of(graph, local, fusion, profile.fusion == "none", profile.update)
         roles.append(RoleTasks(graph, local, tuple(kernels)))
-    passes = [passes_of(i, len(graphs), microbatches, pipeline) for i in range(len(graphs))]
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
     is_buffered = pipeline != "sequential"
     exchange = loss_exchange(graphs) if is_buffered else [frozenset[fx.Node]()] * len(graphs)
+    stages = stage_numbers(graphs, exchange) if pipeline == "1f1b" else range(len(graphs))
+    passes = [passes_of(stage, max(stages) + 1, microbatches, pipeline) for stage in stages]
     return _TaskLowering(graphs, profile, roles, passes, narrow, is_buffered, exchange, buckets, fusion).run()
 
 
