@@ -139,6 +139,9 @@ def test_microbatches_are_an_argument_of_a_call(mesh: str) -> None:
         batch = tokens(4, 6, seed=i)
         assert step(batch, accumulate=count) == pytest.approx(eager(batch, accumulate=count), rel=1e-5)
     assert_alike(step, eager)
+    for wrong in (0, -1, 2.0, True):
+        with pytest.raises(mw.PlanError, match="invalid number of microbatches"):
+            step(tokens(4, 6, seed=0), accumulate=wrong)
 
 
 def eval_mode(model: nn.Module, i: int) -> None:

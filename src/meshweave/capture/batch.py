@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -65,12 +66,14 @@ class Batch:
         """The tensors of each of `parts` equal microbatches: cut along dim 0 if they have the batch's size. Raises
         PlanError if the batch does not divide.
         """
+        check_microbatches(parts)
         size = batch_size(t.shape for t in self.tensors) or 0
         if size % parts:
             raise PlanError(
                 "the batch does not divide into microbatches",
                 got=f"batch size {size}, accumulate={parts}",
                 expected=f"a batch size that {parts} divides",
+                hint="another number for this batch: step(batch, accumulate=1); or drop_last=True in the DataLoader",
             )
         cut = [t.chunk(parts) if t.dim() and t.shape[0] == size else (t,) * parts for t in self.tensors]
         return list(zip(*cut, strict=True))
@@ -78,6 +81,12 @@ class Batch:
     def micros(self, parts: int) -> list[Any]:
         """The microbatches, each with the structure of the batch."""
         return [self.rebuild(tensors) for tensors in self.split(parts)]
+
+
+def check_microbatches(number: Any) -> None:
+    """Raise PlanError unless this is a number of microbatches."""
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+        raise PlanError("invalid number of microbatches", got=repr(number), expected="1 or more")
 
 
 def _is_record(part: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from meshweave.capture.batch import Batch, call_model, split_loss
+from meshweave.capture.batch import Batch, call_model, check_microbatches, split_loss
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions, refuse_communication
 from meshweave.capture.model_checks import check_aliases, check_hooks, check_leaves, check_parameters
@@ -144,8 +144,7 @@ class CaptureOptions:
     part: Part = "train"
 
     def __post_init__(self) -> None:
-        if not _is_number(self.accumulate, Integral) or self.accumulate < 1:
-            raise PlanError("invalid number of microbatches", got=repr(self.accumulate), expected="1 or more")
+        check_microbatches(self.accumulate)
         if self.clip_grad_norm is not None and not (_is_number(self.clip_grad_norm, Real) and self.clip_grad_norm > 0):
             raise PlanError("invalid norm", got=repr(self.clip_grad_norm), expected="a number above 0")
         if not _is_number(self.seed, Integral):
