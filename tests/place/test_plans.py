@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import meshweave as mw
 from meshweave.errors import LayoutError, MeshError, PlanError
 from meshweave.ir.mesh import Mesh
+from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
 from meshweave.place.resolve import check_axes, default_plan, hf_tp_plan, resolve
 
@@ -195,6 +196,15 @@ def test_a_plan_that_contradicts_itself_is_an_error() -> None:
     assert shards(same + same) == shards(same)
     both = resolve(same + Plan.tp("dp", {"*.up_proj": "rowwise"}), Model(1), DP_TP)
     assert both.shards["layers.0.up_proj.weight"] == {"tp": 0, "dp": 1}
+
+
+@pytest.mark.parametrize(
+    "text", ["zero1:dp+fsdp:dp", "shard_state:dp+zero2:dp", "zero1:dp+zero2:dp", "zero1:dp+zero2:tp"]
+)
+def test_stages_of_zero_exclude_each_other(text: str) -> None:
+    with pytest.raises(PlanError, match="stages of ZeRO exclude each other"):
+        resolve(plan_of(text), Model(1), DP_TP)
+    resolve(plan_of("zero1:dp+shard_state:tp+zero1:dp"), Model(1), DP_TP)
 
 
 def test_tied_weights_are_named_once_and_contradict_each_other() -> None:

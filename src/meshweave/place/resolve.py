@@ -51,12 +51,25 @@ def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh) -> Resolved:
     Without a plan `usual_stages` decides the stages, since the model itself may place its layers.
     """
     resolved = Resolved(is_default=plan is None)
+    _check_zero(plan)
     for entry in (default_plan(model, mesh) if plan is None else plan).entries:
         if not (resolved.is_default and entry.kind == "stages"):
             _read(resolved, entry, model, mesh)
     if resolved.accumulate_in != "auto":  # ZeRO-1 and 2
         resolved.state_axes += [axis for axis in resolved.context_axes if axis not in resolved.state_axes]
     return resolved
+
+
+def _check_zero(plan: Plan | None) -> None:
+    """Raise PlanError if a plan has both ZeRO-1 and ZeRO-2, or one of them over an axis that also has ZeRO-3."""
+    entries = () if plan is None else plan.entries
+    zero = [entry for entry in entries if entry.kind == "zero"]
+    schemes = {"zero1" if entry.text == "whole" else "zero2" for entry in zero}
+    if {entry.axis for entry in entries if entry.kind == "state"} & {entry.axis for entry in zero}:
+        schemes.add("fsdp or shard_state")
+    if len(schemes) > 1:
+        got = " and ".join(sorted(schemes, reverse=True))
+        raise PlanError("stages of ZeRO exclude each other", where="plan", got=got, hint="keep one of them")
 
 
 def usual_stages(resolved: Resolved, model: nn.Module, mesh: Mesh, by_operators: Collection[str]) -> None:
