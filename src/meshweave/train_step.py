@@ -366,8 +366,9 @@ class TrainStep:
             self._compiled.load(path)
 
     def explain(self) -> list[MoveRow]:
-        """Every move of the step: reason, layouts from and to, steps, bytes, seconds. `str(table(rows))` prints it."""
-        return move_rows(self.program.placed, self.program.mesh)
+        """Every move of the step, before passes: reason, layouts from and to, steps, bytes, seconds. Those of phase
+        prepare are made once a step, those of forward, loss and backward in every microbatch."""
+        return move_rows(self.program.placed, self.program.mesh, self.program.expanded)
 
 
 def _initial_values(state: State, model: nn.Module, settings: SessionSettings) -> Iterator[tuple[str, Tensor]]:

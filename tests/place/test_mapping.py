@@ -89,7 +89,7 @@ def test_one_mapping_gives_no_copies() -> None:
     assert (crossings(made), len(made.roles)) == ([], 1)
     everywhere = program(MLP(), "dp=2")
     assert (crossings(everywhere), len(everywhere.roles)) == ([], 1)
-    assert [r for r in move_rows(everywhere.placed, everywhere.mesh) if "transfer" in r.kind] == []
+    assert [r for r in move_rows(everywhere.placed, everywhere.mesh, everywhere.expanded) if "transfer" in r.kind] == []
 
 
 def test_a_value_goes_once_to_a_place_however_many_use_it_in_both_phases() -> None:

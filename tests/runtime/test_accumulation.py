@@ -268,6 +268,7 @@ def test_parameters_are_gathered_once_a_step_as_far_as_memory_allows() -> None:
     step = compiled("fsdp=2", 4)
     assert counted(step, batch)["all_gather_into_tensor", "prepare"] == number
     assert "parameters are gathered once a step" in step.program.accumulation
+    assert [row.phase for row in step.explain() if row.kind == "all_gather"] == ["prepare"] * number
     again = compiled("fsdp=2", 4, precision=mw.Precision(accumulate_in="shards"))  # memory was asked for
     assert counted(again, batch)["all_gather_into_tensor", "prepare"] == 0
     role = again.program.rank

@@ -31,9 +31,11 @@ class PlanOptions(MeshStepOptions):
 def plan(screen: Screen, job: PlanOptions) -> int:
     """Show every move of data in one step, without running it. An hf: model takes no memory."""
     program = compiled_unrun(screen, job)
-    rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh)
+    rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh, program.expanded)
     screen.out.print(tables.moves_table(rows, show_all=job.show_all))
     screen.out.print(tables.totals_table(rows))
+    if (microbatches := program.options.accumulate) > 1:
+        screen.say(f"moves of forward, loss and backward are made in each of {microbatches} microbatches")
     for note in program.notes:
         screen.say(note)
     folded = tables.fold(rows, twins=not job.show_all)

@@ -110,7 +110,9 @@ def _compare(screen: Screen, step: TrainStep, job: MeshStepOptions, measured: Si
     """Write the page of a measured step beside the machine profile's prediction."""
     profile = job.profile if job.profile and "=" not in job.profile else "cpu-gloo"
     modelled = simulate(step.program, profile, title=f"{job.model} on {job.mesh or 'one device'}")
-    page = html_page(modelled, move_rows(step.program.placed, step.program.mesh), measured=measured)
+    page = html_page(
+        modelled, move_rows(step.program.placed, step.program.mesh, step.program.expanded), measured=measured
+    )
     write_text(report, page)
     screen.say(
         f"measured {measured.seconds * 1e3:.2f} ms, {modelled.profile} predicts {modelled.seconds * 1e3:.2f} ms; "

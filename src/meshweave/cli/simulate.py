@@ -138,7 +138,9 @@ def _write(
     program, first = pairs[best_of([simulation for _, simulation in pairs])]
     compared = [simulation for _, simulation in pairs if simulation is not first]
     if report is not None:
-        page = html_page(first, move_rows(program.placed, program.mesh), other=compared[0] if compared else None)
+        page = html_page(
+            first, move_rows(program.placed, program.mesh, program.expanded), other=compared[0] if compared else None
+        )
         write_text(report, page)
         screen.say(f"page: {report}")
     if trace is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -10,6 +11,7 @@ from meshweave.ir import ops
 from meshweave.ir.graph import StepGraph, op_name, origin_of, spec_of
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.rank import RankGraph
 from meshweave.place.movement.plan import MovePlan
 from meshweave.place.movement.steps import Step
 
@@ -32,9 +34,18 @@ class MoveRow:
     module: str
 
 
-def move_rows(placed: StepGraph, program: Mesh) -> list[MoveRow]:
-    """A row for every move of an expanded step on `program`'s mesh, in graph order."""
-    return [_row(node, program) for node in placed.graph.nodes if node.target is ops.move]
+def move_rows(placed: StepGraph, program: Mesh, roles: Iterable[RankGraph]) -> list[MoveRow]:
+    """A row for every move of a step on `program`'s mesh that `roles`, its rank graphs before passes, make: first those
+    of phase prepare, which are made once a step, then the others, in graph order."""
+    phases = {n.meta["global"]: origin_of(n).phase for role in roles for n in role.graph.nodes if "global" in n.meta}
+    rows: list[MoveRow] = []
+    for node in placed.graph.find_nodes(op="call_function", target=ops.move):
+        row, phase = _row(node, program), phases.get(node.name)
+        if phase == "prepare":
+            rows.append(replace(row, phase=phase))
+        elif phase is not None or not row.bytes_received:  # else its value is there since an earlier phase
+            rows.append(row)
+    return sorted(rows, key=lambda row: row.phase != "prepare")
 
 
 def rounded_sums(placed: StepGraph) -> tuple[str, int]:
