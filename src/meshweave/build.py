@@ -120,7 +120,7 @@ def build_program(
     captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options, known)
     if target.own_parts > 1:
         check_own_rows(captured, target.own_parts)
-    placing = _PlacementStage(mesh, costs, pipeline.room(costs), target.decided)
+    placing = _PlacementStage(mesh, costs, pipeline.room(costs), target.decided, options.accumulate)
     captured, sequence = _arrange_sequence(verify_step(captured), resolved, placing)
     named = axes_of_operators(captured, mesh)
     usual_stages(resolved, source.model, mesh, named)
@@ -159,6 +159,7 @@ class _PlacementStage:
     costs: Costs
     room: int | None
     decided: dict[Any, Any]
+    microbatches: int
     planner: PlanMove = field(init=False)
     price: Price = field(init=False)
     rates: Rates = field(init=False)
@@ -179,7 +180,7 @@ class _PlacementStage:
     def place_by(self, step: StepGraph, resolved: Resolved, units: Units) -> Callable[[Resolved], StepGraph]:
         """The step as plans that differ from `resolved` in styles of weights lay it out, to choose among them."""
         homes = self.homes(step, resolved)
-        return lambda plan: self.place(step, decide(plan, step, self.mesh, units, homes))
+        return lambda plan: self.place(step, decide(plan, step, self.mesh, units, homes, self.microbatches))
 
 
 def _arrange_sequence(captured: StepGraph, resolved: Resolved, placing: _PlacementStage) -> tuple[StepGraph, str]:
@@ -235,7 +236,7 @@ def _planned(
     mesh, resolved, costs, options = inputs.mesh, inputs.resolved, inputs.costs, inputs.options
     step = in_blocks(by_expert(step, resolved.stacked(mesh)), mesh.flat_size(resolved.data_axes(mesh)))
     step, homes = share_ends(step, placing.homes(step, resolved))
-    placement = decide(resolved, step, mesh, units, homes)
+    placement = decide(resolved, step, mesh, units, homes, options.accumulate)
     placement = placement if inputs.lasting is None else placement.keeping(inputs.lasting)
 
     def expanded(accumulate_in: str, casts_once: bool) -> tuple[StepGraph, tuple[RankGraph, ...]]:

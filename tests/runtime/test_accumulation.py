@@ -218,6 +218,25 @@ def test_gradients_are_reduced_once_whatever_the_number_of_microbatches(mesh: st
                    phase in ("backward", "reduce")) == expected  # fmt: skip
 
 
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+def test_few_rows_are_not_gathered_in_each_microbatch_instead_of_one_reduction(mesh: str) -> None:
+    """A weight's gradient may be computed of gathered rows, which are smaller than it: for one microbatch, not many."""
+    (batch,) = batches(1, (64, 256), (64, 256))
+    counts = []
+    for accumulate in (1, 16):
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+        rows = {n: t[: 4 * accumulate] for n, t in batch.items()}
+        step = mw.compile(
+            model, loss=mse, example=rows, mesh=mesh, profile="h100", accumulate=accumulate,
+            forward=lambda m, b: m(b["x"]),
+        )  # fmt: skip
+        counts.append(counted(step, rows))
+    alone, accumulated = ({key: n for key, n in found.items() if key[1] == "backward"} for found in counts)
+    assert alone
+    assert not any("gather" in op for op, _ in accumulated)
+    assert reductions(counts[1]) == 4
+
+
 KEEP = mw.Plan.fsdp("fsdp") + mw.Plan.keep("*")
 
 

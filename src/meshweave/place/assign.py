@@ -259,15 +259,24 @@ class Operand:
     num_users: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class OpPrices:
+    """Seconds of moves of operands and of results (of a gradient a share, if it is reduced once for several
+    microbatches), and the rates of work."""
+
+    operands: Price
+    results: Price
+    rates: Rates = default_rates
+
+
 def cheapest(
     rule: Rule,
     mesh: Mesh,
     operands: Sequence[Operand],
     results: Sequence[Spec],
-    price: Price,
+    prices: OpPrices,
     wanted: Sequence[Layout] = (),
     proposed: Sequence[Layout] = (),
-    rates: Rates = default_rates,
 ) -> Assignment:
     """The assignment of least cost: moves of operands, reduction of partial results, and repeated work.
 
@@ -281,13 +290,14 @@ def cheapest(
     chosen: Assignment | None = None
     specs = [h.spec for h in operands]
     for option in candidates(rule, mesh, [h.layouts for h in operands], specs, results, (*wanted, *proposed)):
-        cost = sum(_fetch(h, layout, price) for h, layout in zip(operands, option.operands, strict=True))
+        cost = sum(_fetch(h, layout, prices.operands) for h, layout in zip(operands, option.operands, strict=True))
         if wanted:
-            cost += sum(price(option.results[0], layout, results[0]) for layout in wanted)
+            cost += sum(prices.results(option.results[0], layout, results[0]) for layout in wanted)
         else:
             ends = [home(rule, i, operands) or _resolve(r) for i, r in enumerate(option.results)]
-            cost += sum(price(*ways) for ways in zip(option.results, ends, results, strict=True) if ways[0] != ways[1])
-        cost += _repeated_seconds(rule, option, mesh, results, rates)
+            moves = (way for way in zip(option.results, ends, results, strict=True) if way[0] != way[1])
+            cost += sum(prices.results(*move) for move in moves)
+        cost += _repeated_seconds(rule, option, mesh, results, prices.rates)
         moved = sum(layout not in h.layouts for h, layout in zip(operands, option.operands, strict=True))
         rank = (round(cost * _TICKS), moved, sum(len(r.partial) for r in option.results))
         if best is None or rank < best:

@@ -29,7 +29,8 @@ class Placement:
     used: Mapping[str, Layout]
     homes: Homes
     kept: frozenset[str] = frozenset()  # parameters that stay gathered from forward to backward
-    accumulate_in: str = "whole"  # see `place.sums`
+    microbatches: int = 1
+    accumulate_in: str = "whole"  # where their gradients are added up, see `place.sums`
     casts_once: bool = True  # under accumulation: casts of parameters are those of the first microbatch
     attention: str = "auto"  # see `Plan.cp`
 
@@ -49,9 +50,9 @@ Units = Mapping[str, tuple[int, ...]]
 
 
 def decide(
-    resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units, homes: Homes, accumulate_in: str = "whole"
+    resolved: Resolved, step: StepGraph, mesh: Mesh, units: Units, homes: Homes, microbatches: int = 1
 ) -> Placement:
-    """The layouts that the plan requires, and where gradients of microbatches are added up (`sharding.sums`).
+    """The layouts that the plan requires.
 
     A parameter is used in its tensor-parallel layout and stored with the state axes added, both as far as its mesh has
     these axes; gradients and optimizer state are stored like it. Batch tensors are on the whole mesh, sharded on dim 0
@@ -84,7 +85,7 @@ def decide(
             stored["batch", item.name] = Layout.of(mesh, rank, {0: axes, **({1: along} if along else {})}).normalized(
                 item.spec.shape
             )
-    return Placement(mesh, stored, used, homes, frozenset(resolved.kept), accumulate_in, attention=resolved.attention)
+    return Placement(mesh, stored, used, homes, frozenset(resolved.kept), microbatches, attention=resolved.attention)
 
 
 def _state_layout(layout: Layout, params: Mapping[str, tuple[int, ...]], item: Input) -> Layout:

@@ -31,7 +31,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ir.verify import check_captured
 from meshweave.ops.registry import result_specs, row_for
-from meshweave.place.assign import Assignment, Operand, Price, as_asked, cheapest, follow_result, homes
+from meshweave.place.assign import Assignment, Operand, OpPrices, Price, as_asked, cheapest, follow_result, homes
 from meshweave.place.copies import Copy, is_no_larger, phase_of
 from meshweave.place.decide import Placement
 from meshweave.place.forms import Forms, due_at_casts
@@ -125,7 +125,7 @@ class _Placer:
         outputs = self.step.results.items()
         self.ends = ends_by_key(self.step)
         self.forms = Forms(self.items, frozenset(self.ends.values()))
-        self.sums = Sums(self.step, self.placement.accumulate_in)
+        self.sums = Sums(self.step, self.placement.accumulate_in, self.placement.microbatches)
         self.expert_axes = expert_axes(self.step, self.forms, self.placement.used)
         for (kind, name), value in outputs:
             if kind in ("grad", "norm", "loss", "metric", "buffer", "output"):
@@ -137,8 +137,8 @@ class _Placer:
         for node in self.sums.order():
             if node.op == "call_function":
                 self._node(node)
-            for so_far in self.sums.of_gradient.get(node, ()):
-                self._lay_out_sum(so_far, node)
+            for total in self.sums.of_gradient.get(node, ()):
+                self._lay_out_sum(self.sums.operands[total][0], node)
             for layout, phase in self.due.get(node, ()):
                 self.fetch(node, layout, phase)
         results = [self._output(kind, name, value) for (kind, name), value in outputs]
@@ -332,19 +332,23 @@ class _Placer:
 
     def _choose(self, node: fx.Node, operands: list[Operand], mesh: Mesh) -> Assignment:
         """The cheapest assignment; decided once for equal nodes (the twins in repeated layers)."""
-        fixed = map_nodes(node, lambda n: None)
-        # A summand of gradients has the layout of its operands; it is moved in the last microbatch.
-        wanted = operands[0].layouts if node in self.sums.operands else tuple(due for due, _ in self.due.get(node, ()))
+        due = [due for value in (node, *self.sums.of_gradient.get(node, ())) for due, _ in self.due.get(value, ())]
+        # A sum of gradients has the layout of its operands; it is moved in the last microbatch.
+        wanted = operands[0].layouts if node in self.sums.operands else tuple(dict.fromkeys(due))
+        is_part = node in self.sums.parts and (bool(wanted) or self.sums.where == "whole")
         proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_created_on_demand, self._layout_of)
         if not wanted:
             proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
         named = key_of(node) if node.target in BY_ROWS else ""
         attention = self.placement.attention
-        key = (node.target, str(fixed), tuple(operands), node.meta["spec"], wanted, proposed, mesh, named, attention)
+        once = (self.sums.where, self.sums.microbatches) if is_part else None
+        fixed = (node.target, str(map_nodes(node, lambda n: None)), node.meta["spec"], mesh, named, attention, once)
+        key = (*fixed, tuple(operands), wanted, proposed)
         if key not in self.decided:
             rule = as_asked(row_for(node).rule(node), attention)
             specs = result_specs(node)
-            self.decided[key] = cheapest(rule, mesh, operands, specs, self.price, wanted, proposed, self.rates)
+            prices = OpPrices(self.price, self.sums.price(self.price) if is_part else self.price, self.rates)
+            self.decided[key] = cheapest(rule, mesh, operands, specs, prices, wanted, proposed)
         return self.decided[key]
 
     def _layout_of(self, node: fx.Node) -> Layout | None:

@@ -14,22 +14,25 @@ from math import prod
 
 from torch import fx
 
-from meshweave.ir.graph import StepGraph, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, StepGraph, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, VIEWS
+from meshweave.place.assign import Price
 
 
 @dataclass(slots=True)
 class Sums:
     """The ops of a captured step that add a microbatch's gradient to the earlier sum, each with its operands: the sum
-    so far and the gradient. `where`: "whole" or "shards"."""
+    so far and the gradient. `where`: "whole" or "shards". `microbatches`: how many share what is moved once a step."""
 
     step: StepGraph
     where: str
+    microbatches: int = 1
     operands: dict[fx.Node, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
-    of_gradient: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # gradient -> sums so far
+    of_gradient: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # gradient -> ops that add it
     paths: set[fx.Node] = field(default_factory=set)  # casts and views between backward and sums
+    parts: set[fx.Node] = field(default_factory=set)  # what backward computes for a sum, the casts and views of it
 
     def __post_init__(self) -> None:
         items = self.step.sources
@@ -39,10 +42,12 @@ class Sums:
                 is_first = first in items and items[first].kind == "acc"
                 so_far, gradient = (first, second) if is_first else (second, first)
                 self.operands[value] = so_far, gradient
-                self.of_gradient.setdefault(gradient, []).append(so_far)
+                self.of_gradient.setdefault(gradient, []).append(value)
                 while _is_passed(gradient):
                     self.paths.add(gradient)
                     (gradient,) = tensor_inputs(gradient)
+                self.parts.add(gradient)
+        self.parts |= self.paths
 
     def order(self) -> list[fx.Node]:
         """The nodes of the step in the order in which they are placed.
@@ -59,7 +64,7 @@ class Sums:
         return [each for node in nodes if node not in self.operands for each in (node, *early.get(node, ()))]
 
     def layout(self, produced: Layout, stored: Layout, shape: Sequence[int]) -> Layout:
-        """The layout of a sum, where backward returns the gradient in `made` and the parameter is stored in `stored`.
+        """The layout of a sum: backward returns the gradient in `produced`, the parameter is stored in `stored`.
 
         "whole": that of the gradient, so that nothing moves before the last microbatch. "shards": the stored layout,
         but partial over axes that do not shard it: every microbatch moves what a device would otherwise store whole,
@@ -71,6 +76,16 @@ class Sums:
             shards = {axis for dim in dims for axis in dim.axes}
             return Layout(produced.mesh, tuple(dims), tuple((a, op) for a, op in sums if a not in shards))
         return Layout(produced.mesh, produced.dims, sums)
+
+    def price(self, price: Price) -> Price:
+        """The price in each microbatch of bringing a gradient to the layout of the parameter: the move to the sum, and
+        the microbatch's share of the move of the sum."""
+
+        def priced(produced: Layout, stored: Layout, spec: Spec) -> float:
+            sums = self.layout(produced, stored, spec.shape).normalized(spec.shape)
+            return price(produced, sums, spec) + price(sums, stored, spec) / self.microbatches
+
+        return priced
 
 
 def _is_passed(node: fx.Node) -> bool:
