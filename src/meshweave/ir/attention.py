@@ -22,13 +22,13 @@ def merged(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
     return (out * left + more * right).to(out.dtype), total
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_attention(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     """`merged` in at least float32."""
     wide = torch.promote_types(out.dtype, torch.float32)
     return merged(out.to(wide), lse.to(wide), more.to(wide), more_lse.to(wide))
 
 
-def finish(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def finish_attention(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A merged result in the kernels' convention: a query that sees no key has lse 0."""
     return out.to(dtype), lse.masked_fill(lse == float("-inf"), 0.0)
 
@@ -68,7 +68,7 @@ def forward(
         more_lse = _without_blind(more_lse.to(wide), scoring)
         rows = merged(out[:, :, part.rows], lse[:, :, part.rows], more.to(wide), more_lse)
         out[:, :, part.rows], lse[:, :, part.rows] = rows
-    return (out.to(q.dtype), lse) if is_part else finish(out, lse, q.dtype)
+    return (out.to(q.dtype), lse) if is_part else finish_attention(out, lse, q.dtype)
 
 
 def backward(

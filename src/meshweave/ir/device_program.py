@@ -131,16 +131,25 @@ class NamedGroups:
     def __call__(self, start: fx.Node) -> Group:
         """The group of a start. Raises MeshweaveError, with the node, for a group that is unknown, or whose size
         contradicts the op's own argument."""
-        group = _group(start)  # which may be the group itself
+        row = collective_of(start)
+        assert row is not None, f"{start.name} does not start a communication"
+        group = group_of(start, row)  # which may be the group itself
         name = str(getattr(group, "group_name", group))
-        ranks = self.ranks(start, name) if name not in self.meshes else self.meshes[name].devices
         if name not in self.meshes:
+            ranks = self.ranks(start, name, group)
             self.meshes[name] = Mesh({_AXIS: len(ranks)}, devices=ranks)
-        _check_size(start, name, ranks)
-        return self.meshes[name], (_AXIS,)
+        mesh, size = self.meshes[name], argument(start, row.size) if row.size >= 0 else None
+        if isinstance(size, int) and size != mesh.num_devices:
+            raise MeshweaveError(
+                "a collective's group size contradicts its group",
+                where=place_of(start),
+                got=f"group_size {size}",
+                expected=f"{mesh.num_devices}, the size of group {name!r}: ranks {mesh.devices[:8]}",
+            )
+        return mesh, (_AXIS,)
 
-    def ranks(self, start: fx.Node, name: str) -> tuple[int, ...]:
-        ranks = tuple(self.named[name]) if name in self.named else _registered(_group(start))
+    def ranks(self, start: fx.Node, name: str, group: Any) -> tuple[int, ...]:
+        ranks = tuple(self.named[name]) if name in self.named else _registered(group)
         if not ranks:
             raise MeshweaveError(
                 "the group of a collective is unknown",
@@ -150,24 +159,6 @@ class NamedGroups:
                 hint="pass groups={name: ranks}, or a cost callable, which needs no ranks",
             )
         return ranks
-
-
-def _group(start: fx.Node) -> Any:
-    row = collective_of(start)
-    assert row is not None, f"{start.name} does not start a communication"
-    return group_of(start, row)
-
-
-def _check_size(start: fx.Node, name: str, ranks: Sequence[int]) -> None:
-    row = collective_of(start)
-    size = argument(start, row.size) if row is not None and row.size >= 0 else None
-    if isinstance(size, int) and size != len(ranks):
-        raise MeshweaveError(
-            "a collective's group size contradicts its group",
-            where=place_of(start),
-            got=f"group_size {size}",
-            expected=f"{len(ranks)}, the size of group {name!r}: ranks {tuple(ranks)[:8]}",
-        )
 
 
 def _registered(group: Any) -> tuple[int, ...]:

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshweave.ir import attention as kernels
-
 aten = torch.ops.aten
 
 
@@ -226,19 +224,6 @@ def or_zeros_each(
     if any(isinstance(a, Tensor) and a.numel() == 0 for a in args):
         return tuple(None if s is None else torch.zeros(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
     return function(*args)
-
-
-# Attention over several sets of keys.
-
-
-def merge_attention(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the keys of both parts, in at least float32."""
-    return kernels.merge(out, lse, more, more_lse)
-
-
-def finish_attention(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A merged result, in `dtype`."""
-    return kernels.finish(out, lse, dtype)
 
 
 def add_gradient(total: Tensor, part: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -218,7 +217,7 @@ class Mesh:
         names = (*rest[:at], name, *rest[at:])
         shape = (*(self.size(a) for a in rest[:at]), self.flat_size(axes), *(self.size(a) for a in rest[at:]))
         _check_axes(list(zip(names, shape, strict=True)))
-        return Mesh._make(names, shape, self._ids_in_order(order))
+        return Mesh._make(names, shape, tuple(self.devices[at] for at in self._positions(order)))
 
     def at(self, **coords: int) -> Mesh:
         """The sub-mesh of the devices at these coordinates, over the remaining axes."""
@@ -231,10 +230,8 @@ class Mesh:
                     expected=f"0 to {self.size(axis) - 1}",
                 )
         rest = tuple(name for name in self.axis_names if name not in coords)
-        ids = tuple(
-            self.devices[self.position({**coords, **dict(zip(rest, inner, strict=True))})]
-            for inner in product(*(range(self.size(a)) for a in rest))
-        )
+        start = self.position(coords)
+        ids = tuple(self.devices[start + step] for step in self._positions(rest))
         return Mesh._make(rest, tuple(self.size(a) for a in rest), ids)
 
     def __getitem__(self, key: str | tuple[str, ...] | int) -> Mesh:
@@ -242,25 +239,16 @@ class Mesh:
         sub-mesh at index 1 of axis pp, over all the other axes of `mesh`."""
         if isinstance(key, int):
             whole = self._parent or self
-            return whole.at(**{self.axis_names[0]: key}) if self.axis_names else self._no_axis_to_index()
+            if not self.axis_names:
+                raise MeshError(
+                    "a mesh without axes cannot be indexed",
+                    where=f"devices {list(self.devices)}",
+                    got="no axes",
+                    expected="a mesh with an axis, such as mesh['pp']",
+                )
+            return whole.at(**{self.axis_names[0]: key})
         names = (key,) if isinstance(key, str) else tuple(key)
-        order = {a: self.size(a) for a in names}
-        ids = self.groups(names)[0]
-        return Mesh._make(names, tuple(order.values()), ids, self._parent or self)
-
-    def _no_axis_to_index(self) -> Mesh:
-        raise MeshError(
-            "a mesh without axes cannot be indexed",
-            where=f"devices {list(self.devices)}",
-            got="no axes",
-            expected="a mesh with an axis, such as mesh['pp']",
-        )
-
-    def _ids_in_order(self, order: Sequence[str]) -> tuple[int, ...]:
-        return tuple(
-            self.devices[self.position(dict(zip(order, index, strict=True)))]
-            for index in product(*(range(self.size(a)) for a in order))
-        )
+        return Mesh._make(names, tuple(map(self.size, names)), self.groups(names)[0], self._parent or self)
 
 
 def _parse_axes(spec: str | Mapping[str, int]) -> list[tuple[str, int]]:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from meshweave.ir import local_ops
+from meshweave.ir.attention import finish_attention, merge_attention
 from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, permute
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import erase_unused, place_of
@@ -180,12 +181,12 @@ class _Site:
             part = write.call(FORWARD, q, k, v, self.bias_of(bias, number), *self.placed(settings, number), like=node)
             own = [write.call(operator.getitem, part, i, like=node) for i in (0, 1)]
             if state:
-                both = write.call(local_ops.merge_attention, *state, *own, like=node)
+                both = write.call(merge_attention, *state, *own, like=node)
                 own = [write.call(operator.getitem, both, i, like=node) for i in (0, 1)]
             state[:] = own
 
         num = self.go_round(consume)
-        result = write.call(local_ops.finish_attention, *state, dtype, like=node)
+        result = write.call(finish_attention, *state, dtype, like=node)
         result.meta |= {key: node.meta[key] for key in ("spec", "origin", "val") if key in node.meta}
         node.replace_all_uses_with(result)
         self.erase()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -51,20 +52,16 @@ def _cuts(scheme: RingScheme, ring: Ring, shape: Shape) -> list[Cut]:
 def after(wait: fx.Node, cut: Cut, shapes: Shapes, order: Mapping[fx.Node, int]) -> Downstream:
     """What is computed from the chunks of a wait's value, as far as it can be computed there: without matmuls whose
     operands are computed later, and cannot be moved forward."""
-    late: dict[fx.Node, bool] = {}
-    may_move: dict[fx.Node, bool] = {}
 
+    @cache
     def is_early(node: fx.Node) -> bool:
-        if node not in may_move:
-            may_move[node] = earlier(node, wait, order) is not None
-        return may_move[node]
+        return earlier(node, wait, order) is not None
 
+    @cache
     def is_late(node: fx.Node) -> bool:
-        if node not in late:
-            kind = kind_of(node)
-            may_be_chunks = kind is not None and not kind.is_matmul
-            late[node] = not may_be_chunks and not is_early(node)
-        return late[node]
+        kind = kind_of(node)
+        may_be_chunks = kind is not None and not kind.is_matmul
+        return not may_be_chunks and not is_early(node)
 
     chain = downstream(wait, cut, shapes, is_late)
     for consumer in list(chain.consumers):

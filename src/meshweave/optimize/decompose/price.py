@@ -312,18 +312,10 @@ def exchange_estimate(
     first, second = prices.collective(start), prices.collective(back)
     hidden = min(prices.between(start, wait), first.seconds) + min(prices.between(back, last), second.seconds)
     losses = prices.copy(last) + sum(map(prices.copy, region.read_outside))
-    return Estimate(
-        compute=compute,
-        collective=first.seconds + second.seconds,
-        host=first.host + second.host,
-        hidden=hidden,
-        chunk=chunk,
-        message=(there.seconds + back_again.seconds) / 2,
-        num_steps=len(steps),
-        num_messages=2 * (len(steps) - 1),
-        losses=losses,
-        played=played,
-    )
+    whole = MessageCost(first.seconds + second.seconds, first.host + second.host)
+    mean = replace(there, seconds=(there.seconds + back_again.seconds) / 2)
+    estimate = _estimate(hidden, whole, compute, chunk, mean, steps, losses, played)
+    return replace(estimate, num_messages=2 * count)
 
 
 def _estimate(

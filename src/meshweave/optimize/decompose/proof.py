@@ -17,6 +17,7 @@ from torch import fx
 
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops, ops  # noqa: F401  (defines our attention)
+from meshweave.ir.attention import finish_attention, merge_attention
 from meshweave.ir.collectives import BROADCAST, destinations, permute
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import origin_of
@@ -157,7 +158,7 @@ ATTENTION = FORWARD, BACKWARD = (
     torch.ops.meshweave.attention_backward.default,
 )
 # For pairs, (out, lse) or keys and values, the first element decides.
-_FIRST_OF_TWO = (local_ops.merge_attention, local_ops.finish_attention, aten.cat.default)
+_FIRST_OF_TWO = (merge_attention, finish_attention, aten.cat.default)
 _BROADCAST = BROADCAST.op
 _MOVES = frozenset({permute, _BROADCAST})
 

@@ -186,13 +186,13 @@ class RingRewriter:
             if scheme.row is not None:
                 prove(scheme.row, ring.size)
             if kind == "all_to_all" and (region := region_after(start, ring, self.shapes, order, why)):
-                yield RingChoice(scheme, region, steps, self.exchange_estimate(start, region, ring, scheme))
+                yield RingChoice(scheme, region, steps, self.priced(exchange_estimate, start, region, ring, scheme))
             if kind in ("all_gather", "all_to_all"):
                 chain = self.once(scheme.num_chunks, gathered, start, scheme, ring, self.shapes, order)
                 why.append(joined_reasons(chain.why))
                 tried = variants(chain, wait_of(start), self.options.sums)
                 for variant in tried[:1] if self.options.when == "always" else tried:
-                    yield RingChoice(scheme, variant, steps, self.gather_estimate(start, variant, ring, scheme))
+                    yield RingChoice(scheme, variant, steps, self.priced(gather_estimate, start, variant, ring, scheme))
             if kind == "all_gather":
                 continue
             if scheme.row is not None and kind != "all_to_all" and start.args[1] != "sum":
@@ -202,7 +202,9 @@ class RingRewriter:
             why.append(joined_reasons(producers.why))
             if producers.matmuls:
                 more = self.second_half(start, producers, ring, order) if kind == "all_reduce" and scheme.row else 0.0
-                yield RingChoice(scheme, producers, steps, self.reduce_estimate(start, producers, ring, scheme), more)
+                factor = self.wide_factor(start, ring, scheme)
+                estimate = self.priced(reduce_estimate, start, producers, ring, scheme, factor)
+                yield RingChoice(scheme, producers, steps, estimate, more)
 
     def forget(self) -> None:
         """Forget what is valid only until the graph is rewritten."""
@@ -216,18 +218,14 @@ class RingRewriter:
             self.chains[find, key] = find(*args)
         return self.chains[find, key]  # type: ignore[no-any-return]
 
-    def gather_estimate(self, start: fx.Node, chain: Downstream, ring: Ring, scheme: RingScheme) -> Estimate | None:
-        if self.prices is None:
-            return None
-        return gather_estimate(self.prices, start, chain, ring, scheme)
+    def priced(self, estimate: Callable[..., Estimate], *args: Any) -> Estimate | None:
+        """An estimate; None without costs."""
+        return estimate(self.prices, *args) if self.prices is not None else None
 
-    def reduce_estimate(self, start: fx.Node, chain: Upstream, ring: Ring, scheme: RingScheme) -> Estimate | None:
-        if self.prices is None:
-            return None
-        dtype = self.dtype(start)
-        is_wide = scheme.row is not None and scheme.row.is_chain(ring.size)
-        factor = self.wide(dtype).itemsize / dtype.itemsize if is_wide else 1.0
-        return reduce_estimate(self.prices, start, chain, ring, scheme, factor)
+    def wide_factor(self, start: fx.Node, ring: Ring, scheme: RingScheme) -> float:
+        """The bytes of a message per byte of the operand."""
+        dtype, is_wide = self.dtype(start), scheme.row is not None and scheme.row.is_chain(ring.size)
+        return self.wide(dtype).itemsize / dtype.itemsize if is_wide else 1.0
 
     def second_half(self, start: fx.Node, chain: Upstream, ring: Ring, order: dict[fx.Node, int]) -> float:
         """The possible gain of an all-reduce's final gather beside the matmuls after it."""
@@ -244,11 +242,6 @@ class RingRewriter:
             if estimate.before - estimate.after > self.options.margin * estimate.before:
                 gains.append(estimate.before - estimate.after)
         return max(gains)
-
-    def exchange_estimate(
-        self, start: fx.Node, region: ExchangeRegion, ring: Ring, scheme: RingScheme
-    ) -> Estimate | None:
-        return exchange_estimate(self.prices, start, region, ring, scheme) if self.prices is not None else None
 
     def dtype(self, start: fx.Node) -> torch.dtype:
         return self.shapes.values[wait_of(start)][0].dtype

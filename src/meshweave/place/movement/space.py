@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import combinations, permutations
+from functools import cache, lru_cache
+from itertools import chain, combinations, permutations
 from math import prod
 from typing import NamedTuple
 
@@ -35,6 +35,9 @@ class Edge(NamedTuple):
     dim: int = -1
     to_dim: int = -1
     to_axes: Axes = ()
+
+
+_Edge = tuple[Edge, int, "MoveState"]  # with its bit set of axes, and the state that it leads to
 
 
 class Fan(NamedTuple):
@@ -76,11 +79,10 @@ class Space:
         self.states: list[MoveState] = []
         self.places: list[list[int]] = []  # for each state where each axis is: a dim, or a constant above
         self._numbers: dict[MoveState, int] = {}
-        self._moves: dict[int, list[Fan]] = {}
-        self._reductions: dict[int, list[Fan]] = {}
-        self._pads: dict[int, list[Fan]] = {}
-        self._spreads: dict[int, list[Fan]] = {}
-        self._pieces: dict[tuple[int, Axes, int], int] = {}
+        self._piece = cache(self._largest_piece)
+        # by number of a state
+        edges = (self._moves, self._reductions, self._pads, self._spreads)
+        self.moves, self.reductions, self.pads, self.spreads = map(self._listed, edges)
 
     def number(self, state: MoveState) -> int:
         number = self._numbers.get(state)
@@ -110,48 +112,17 @@ class Space:
             return prod(self.sizes[axis] for cut in state.cuts for axis in cut)
         return prod(self._piece(d, cut, state.old >> d & 1) for d, cut in enumerate(state.cuts))
 
-    def _piece(self, d: int, cut: Axes, old: int) -> int:
-        key = (d, cut, old)
-        if key not in self._pieces:
-            assert self.extents is not None
-            extent = self.extents[d]
-            parts = [*extent.before, *(self.sizes[axis] for axis in cut)]
-            self._pieces[key] = largest_chunk(extent.size, parts, extent.old_unit if old else extent.unit)
-        return self._pieces[key]
+    def _largest_piece(self, d: int, cut: Axes, old: int) -> int:
+        assert self.extents is not None
+        extent = self.extents[d]
+        parts = [*extent.before, *(self.sizes[axis] for axis in cut)]
+        return largest_chunk(extent.size, parts, extent.old_unit if old else extent.unit)
 
-    def moves(self, number: int) -> list[Fan]:
-        """Slices, gathers, all-to-alls and permutes."""
-        if number not in self._moves:
-            state = self.states[number]
-            edges = (*self._slices(state), *self._gathers(state), *self._deals(state), *self._permutes(state))
-            self._moves[number] = self._fans(state, edges)
-        return self._moves[number]
+    def _listed(self, edges: Callable[[MoveState], Iterable[_Edge]]) -> Callable[[int], list[Fan]]:
+        """The fans of a state, each listed once."""
+        return cache(lambda number: self._fans(self.states[number], edges(self.states[number])))
 
-    def reductions(self, number: int) -> list[Fan]:
-        """Every reduction over a subset of the partial axes, each set of axes in its own fans."""
-        if number not in self._reductions:
-            self._reductions[number] = self._fans(self.states[number], self._reduces(self.states[number]))
-        return self._reductions[number]
-
-    def pads(self, number: int) -> list[Fan]:
-        """Every way to become partial over innermost axes of a dim, each set of axes in its own fans."""
-        if number not in self._pads:
-            self._pads[number] = self._fans(self.states[number], self._opens(self.states[number]))
-        return self._pads[number]
-
-    def spreads(self, number: int) -> list[Fan]:
-        """Every way to become partial over replicated axes: a single device of each group keeps the value."""
-        if number not in self._spreads:
-            state = self.states[number]
-            some = _subsets(_axes_of(self.replicated(state)))
-            edges = (
-                (Edge("to_partial", axes), bits(axes), state._replace(partial=state.partial | bits(axes)))
-                for axes in some
-            )
-            self._spreads[number] = self._fans(state, edges)
-        return self._spreads[number]
-
-    def _fans(self, state: MoveState, edges: Iterable[tuple[Edge, int, MoveState]]) -> list[Fan]:
+    def _fans(self, state: MoveState, edges: Iterable[_Edge]) -> list[Fan]:
         fans: dict[tuple[Kind, int, int, int], Fan] = {}
         for edge, mask, after in edges:
             key = (edge.kind, mask, self._work(state, edge, after), self.size(after))
@@ -180,18 +151,22 @@ class Space:
             (*state.cuts[:d], cut, *state.cuts[d + 1 :]), state.partial, state.old & ~(1 << d) if fresh else state.old
         )
 
-    def _slices(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
+    def _moves(self, state: MoveState) -> Iterator[_Edge]:
+        """Slices, gathers, all-to-alls and permutes."""
+        return chain(self._slices(state), self._gathers(state), self._deals(state), self._permutes(state))
+
+    def _slices(self, state: MoveState) -> Iterator[_Edge]:
         free = _axes_of(self.replicated(state))
         for axes in _subsets(free):
             for d, cut in enumerate(state.cuts):
                 for order in self._orders(axes, d):
                     yield Edge("slice", order, d), 0, self._with(state, d, (*cut, *order))
 
-    def _gathers(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
+    def _gathers(self, state: MoveState) -> Iterator[_Edge]:
         for d, kept, axes in _suffixes(state):
             yield Edge("all_gather", axes, d), bits(axes), self._with(state, d, kept)
 
-    def _deals(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
+    def _deals(self, state: MoveState) -> Iterator[_Edge]:
         for d, kept, axes in _suffixes(state):
             popped, mask = self._with(state, d, kept), bits(axes)
             for e, cut in enumerate(state.cuts):
@@ -199,7 +174,7 @@ class Space:
                     for order in self._orders(axes, e):
                         yield Edge("all_to_all", axes, d, e, order), mask, self._with(popped, e, (*cut, *order))
 
-    def _permutes(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
+    def _permutes(self, state: MoveState) -> Iterator[_Edge]:
         usable = ((1 << len(self.sizes)) - 1) & ~state.partial
         wanted = [prod(self.sizes[axis] for axis in cut) for cut in state.cuts]
         for cuts in self._arrangements(wanted, usable):
@@ -243,7 +218,8 @@ class Space:
                 start, begin = i, j
         return mask
 
-    def _reduces(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
+    def _reductions(self, state: MoveState) -> Iterator[_Edge]:
+        """Every reduction over a subset of the partial axes, each set of axes in its own fans."""
         for axes in _subsets(_axes_of(state.partial)):
             mask = bits(axes)
             rest = state._replace(partial=state.partial & ~mask)
@@ -252,10 +228,16 @@ class Space:
                 for order in self._orders(axes, d):
                     yield Edge("reduce_scatter", order, d), mask, self._with(rest, d, (*cut, *order))
 
-    def _opens(self, state: MoveState) -> Iterator[tuple[Edge, int, MoveState]]:
+    def _pads(self, state: MoveState) -> Iterator[_Edge]:
+        """Every way to become partial over innermost axes of a dim, each set of axes in its own fans."""
         for d, kept, axes in _suffixes(state):
             after = self._with(state, d, kept)._replace(partial=state.partial | bits(axes))
             yield Edge("to_partial", axes, d), bits(axes), after
+
+    def _spreads(self, state: MoveState) -> Iterator[_Edge]:
+        """Every way to become partial over replicated axes: a single device of each group keeps the value."""
+        for axes in _subsets(_axes_of(self.replicated(state))):
+            yield Edge("to_partial", axes), bits(axes), state._replace(partial=state.partial | bits(axes))
 
 
 def bits(axes: Iterable[int]) -> int:
