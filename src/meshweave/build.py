@@ -23,8 +23,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, prepared_values
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
 from meshweave.optimize.batch_split.blocks import in_blocks
-from meshweave.optimize.batch_split.ends import share_ends
-from meshweave.optimize.batch_split.tables import by_expert
+from meshweave.optimize.batch_split.captured import by_expert, share_ends
 from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.optimize.overlap.order import without_collector
 from meshweave.optimize.prefetch import delay_gradient_waits, gather_once

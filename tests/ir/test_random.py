@@ -17,7 +17,7 @@ STEP = torch.tensor(3)
 
 
 def chance(shape: list[int], p: float, call: int = 1, step: Tensor = STEP) -> Tensor:
-    return random.chance(step, (0, call), shape, [0] * len(shape), shape, p)
+    return random.chance(step, 0, call, shape, [0] * len(shape), shape, p)
 
 
 @pytest.mark.parametrize("p", [0.9, 1e-3])  # of 16 and of 32 bits
@@ -33,7 +33,7 @@ def test_a_box_is_the_box_of_the_whole(p: float) -> None:
         ([0, 0, 5], [6, 50, 0]),
     ):
         box = tuple(slice(at, at + extent) for at, extent in zip(offset, size, strict=True))
-        assert torch.equal(random.chance(STEP, (0, 1), shape, offset, size, p), whole[box])
+        assert torch.equal(random.chance(STEP, 0, 1, shape, offset, size, p), whole[box])
 
 
 def test_what_is_larger_than_the_cache_is_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.executor import FORWARD, compile_tasks
-from meshweave.runtime.virtual import LocalExecutor
+from meshweave.runtime.world import LocalExecutor
 
 CPU = torch.device("cpu")
 PAIR = Mesh("d=2")

@@ -18,6 +18,12 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import Store
 
+# Collectives under their names in torch 2.13, which deprecates those of 2.11 and 2.12: (output, input, group, async_op)
+# and (output, input, op, group, async_op), as under the older names.
+all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 c10d: Any = dist.distributed_c10d  # its private functions are untyped
 
 

@@ -19,23 +19,6 @@ from meshweave.ir import attention as kernels
 from meshweave.ir import random
 from meshweave.ir.causal import Causal
 
-__all__ = [
-    "attention",
-    "attention_backward",
-    "chance",
-    "contract",
-    "ctc_loss",
-    "define_op",
-    "is_zeros",
-    "matmul",
-    "move",
-    "pin",
-    "round_parts",
-    "square_sum",
-    "uniform",
-    "unmoved",
-]
-
 aten = torch.ops.aten
 KERNELS: dict[Any, Callable[..., Any]] = {}  # op -> the function that runs it, for runtimes that need no dispatch
 
@@ -153,23 +136,13 @@ def _pin_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
 pin.register_autograd(_pin_backward, setup_context=_pin_context)
 
 
-@define_op("uniform")
-def uniform(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
-    """float32 in [0, 1) for the box at `offset` of extent `size` in a tensor of global `shape`. `step`: 0-dim int64."""
-    return random.uniform(step, (seed, call), shape, offset, size)
+uniform = define_op("uniform")(random.uniform)
+chance = define_op("chance")(random.chance)
 
 
 @uniform.register_fake
 def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
     return step.new_empty(size, dtype=torch.float32)
-
-
-@define_op("chance")
-def chance(
-    step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], p: float
-) -> Tensor:
-    """bool, True with probability `p`, for such a box."""
-    return random.chance(step, (seed, call), shape, offset, size, p)
 
 
 @chance.register_fake

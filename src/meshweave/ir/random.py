@@ -51,8 +51,7 @@ def _mix_number(x: int) -> int:
     return _as_signed(x ^ (x >> 31))
 
 
-def _key(step: Tensor, draw: tuple[int, int]) -> Tensor | int:
-    seed, call = draw
+def _key(step: Tensor, seed: int, call: int) -> Tensor | int:
     if step.device.type == "cpu":  # a Python number costs 2 us, 0-dim tensors 50
         return _mix_number(_mix_number(_mix_number(int(step) + _GOLDEN) ^ seed) ^ call)
     return _mix(_mix(_mix(step.to(torch.int64) + _GOLDEN) ^ seed) ^ call)
@@ -69,21 +68,20 @@ def _index(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], dev
     return index
 
 
-def uniform(
-    step: Tensor, draw: tuple[int, int], shape: Sequence[int], offset: Sequence[int], size: Sequence[int]
-) -> Tensor:
-    """float32 in [0, 1) for the box at `offset` of extent `size`; `draw`: seed and call. Uses 24 bits of two rounds."""
-    bits = _mix(_mix(_index(shape, offset, size, step.device) * _GOLDEN + _key(step, draw)))
+def uniform(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
+    """float32 in [0, 1) for the box at `offset` of extent `size` in a tensor of global `shape`, by 24 bits of two
+    rounds. `step`: 0-dim int64."""
+    bits = _mix(_mix(_index(shape, offset, size, step.device) * _GOLDEN + _key(step, seed, call)))
     return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
 def chance(
-    step: Tensor, draw: tuple[int, int], shape: Sequence[int], offset: Sequence[int], size: Sequence[int], p: float
+    step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], p: float
 ) -> Tensor:
-    """bool, True with probability `p`, for the box at `offset` of extent `size`."""
+    """bool, True with probability `p`, for such a box."""
     if not 0.0 < p < 1.0:
         return torch.full(list(size), p >= 1.0, device=step.device)
-    last, device, key = (size[-1] if size else 1), step.device, _key(step, draw)
+    last, device, key = (size[-1] if size else 1), step.device, _key(step, seed, call)
     bits, threshold = _threshold(p)
     per_word = 32 // bits
     first, skip = divmod(offset[-1], per_word) if offset else (0, 0)

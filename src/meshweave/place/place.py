@@ -32,13 +32,39 @@ from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ir.verify import check_captured
 from meshweave.ops.registry import result_specs, row_for
 from meshweave.place.assign import Assignment, Operand, OpPrices, Price, as_asked, cheapest, follow_result, homes
-from meshweave.place.copies import Copy, is_no_larger, phase_of
 from meshweave.place.decide import Placement
 from meshweave.place.forms import Forms, due_at_casts
 from meshweave.place.operators import Pin, layout_back, partial_operand, translate
 from meshweave.place.owned import by_rows, ends_by_key, ends_cut, expert_axes, lookup_cut, narrow_rows, owned_price
 from meshweave.place.rates import Rates, default_rates
 from meshweave.place.sums import Sums
+
+# The copies of a value while a step is placed.
+
+
+@dataclass(slots=True)
+class Copy:
+    """A layout in which a value exists, and the phase since which it does."""
+
+    node: fx.Node
+    layout: Layout
+    phase: str
+
+
+def phase_of(node: fx.Node) -> str:
+    """Forward and loss share copies; backward and update do not."""
+    phase = origin_of(node).phase
+    return "forward" if phase == "loss" else phase
+
+
+def is_no_larger(copy: Layout, original: Layout, spec: Spec) -> bool:
+    """Whether a device has no more elements in the copy's layout than in the original's."""
+
+    def elements(layout: Layout) -> int:
+        return torch.Size(layout.local_shape(spec.shape)).numel()
+
+    return elements(copy) <= elements(original)
+
 
 ours = torch.ops.meshweave
 PIN = torch.ops.meshweave.pin.default

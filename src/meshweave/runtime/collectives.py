@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.interop.collectives import all_gather_single, reduce_scatter_single
+from meshweave.interop.process_groups import all_gather_single, reduce_scatter_single
 from meshweave.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,

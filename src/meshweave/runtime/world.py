@@ -4,23 +4,168 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from meshweave.errors import MeshError
+from meshweave.engine.lower import ChannelCopy, lower
+from meshweave.engine.schedule import cycle, run_order
+from meshweave.errors import MeshError, MeshweaveError, StepError
+from meshweave.ir.collectives import TABLE, transfer
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
-from meshweave.runtime.executor import Compiled, Meter
+from meshweave.ir.routes import Message
+from meshweave.runtime.executor import (
+    UPDATE,
+    After,
+    Compiled,
+    Env,
+    Meter,
+    Task,
+    environment,
+    failed,
+    fill,
+    finish,
+    perform,
+    report_value,
+)
+from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.serial import Alone, SerialExecutor
-from meshweave.runtime.virtual import LocalExecutor
 
 if TYPE_CHECKING:
     from meshweave.runtime.cluster import ClusterWorld
+    from meshweave.runtime.tracing import Recorder
+
+# The executor of virtual devices, which run on the calling thread in an order that is known before the first step.
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceCopy:
+    """A communication: the tasks that post its operands and those that wait for its results, each with the index of
+    its local device."""
+
+    planned: ChannelCopy
+    starts: tuple[tuple[int, Task], ...]
+    waits: tuple[tuple[int, Task], ...]
+
+
+class LocalExecutor:
+    """Runs the tasks of all virtual devices: `ranks[i]` on device `devices[i]`.
+
+    A device runs until it waits for a communication that others have not begun, then it is the turn of the next. An
+    operand that a start has posted stays in the cell of the start, until the copy is done (a collective) or this device
+    has sent everything (a transfer); a copy writes its result to the cell of the wait. Raises StepError if devices
+    would wait for each other.
+    """
+
+    def __init__(
+        self, ranks: Sequence[Compiled], devices: Sequence[int], on: torch.device, meter: Meter | None = None
+    ) -> None:
+        self.ranks, self.devices, self.on, self.meter = tuple(ranks), tuple(devices), on, meter
+        roles = list({id(rank): rank for rank in self.ranks}.values())
+        parts = [[[task.node for task in part] for part in rank.tasks] for rank in roles]
+        self.lowered = lower([rank.graph for rank in roles], self.devices, parts)
+        order = run_order(self.lowered.schedule, UPDATE + 1)
+        if circle := cycle(self.lowered.schedule, order):
+            raise StepError(
+                "devices wait for each other: a deadlock",
+                got="\n    waits for ".join(map(self.lowered.describe, circle)),
+                hint="run meshweave check, which finds deadlocks before anything runs",
+            )
+        tasks = [[task for part in rank.tasks for task in part] for rank in self.ranks]
+        self._order = [[self._step(task, tasks) for task in part] for part in order]
+        self._fresh = [environment(rank, d) for rank, d in zip(self.ranks, self.devices, strict=True)]
+        self._envs: list[Env] = []
+        self._recorder: Recorder | None = None
+
+    def _step(self, number: int, tasks: Sequence[Sequence[Task]]) -> tuple[int, Task] | _DeviceCopy:
+        """What a task of the schedule does: a task of a local device, or a copy."""
+        schedule, first_copy = self.lowered.schedule, self.lowered.first_copy
+
+        def placed(number: int) -> tuple[int, Task]:
+            i = schedule.stream_of[number]
+            return i, tasks[i][schedule.index_of[number]]
+
+        if number < first_copy:
+            return placed(number)
+        planned = self.lowered.copies[number - first_copy]
+        return _DeviceCopy(planned, tuple(map(placed, planned.sources)), tuple(map(placed, planned.targets)))
+
+    def record(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+
+    def environment(self) -> list[Env]:
+        return [list(fresh) for fresh in self._fresh]
+
+    def begin(self, envs: list[Env]) -> None:
+        self._envs = envs
+
+    def end(self) -> None:
+        self._envs = []
+
+    @torch.no_grad()
+    def run(self, part: int, after: After | None = None) -> None:
+        for step in self._order[part]:
+            if isinstance(step, _DeviceCopy):
+                self._copy(step)
+            else:
+                self._compute(*step, after)
+
+    def _compute(self, i: int, task: Task, after: After | None) -> None:
+        env, recorder = self._envs[i], self._recorder
+        began = None if recorder is None else recorder.mark()
+        if task.is_start:
+            env[task.out] = fill(task.args[0], env)
+        elif not task.is_wait:
+            perform(task, env, self.devices[i])
+        if recorder is not None:
+            recorder.ran(i, task, began)
+        if self.meter is not None and not task.is_wait:  # the copy has reported the results of a copy
+            report_value(self.meter, task, env, i)
+        finish(task, env, i, self.meter, after, self.ranks[i])
+
+    def _copy(self, copy: _DeviceCopy) -> None:
+        planned, starts, waits = copy.planned, copy.starts, copy.waits
+        operands = [self._envs[i][task.out] for i, task in starts]
+        i, task = (starts or waits)[0]
+        began = None if self._recorder is None else self._recorder.mark()
+        try:
+            if planned.op is transfer:
+                results = [self._received(planned, operands, waits[0][0])]
+            else:
+                results = TABLE[planned.op].exchange(operands, [fill(a, self._envs[i]) for a in task.args[1:-1]])
+        except MeshweaveError:
+            raise
+        except Exception as error:
+            raise failed(task, f"over {planned.key} failed", error) from error
+        operands.clear()
+        if self._recorder is not None:
+            for i, wait in waits:
+                self._recorder.copied(i, wait.node.all_input_nodes[0], began)
+        for (i, wait), value in zip(waits, results, strict=True):
+            self._envs[i][wait.out] = value
+            if self.meter is not None:
+                self.meter.on_value(i, wait.node, value)
+        for i, start in starts if planned.op is not transfer else ():
+            self._envs[i][start.out] = None
+            if self.meter is not None:
+                self.meter.freed(i, start.node)
+
+    def _received(self, copy: ChannelCopy, operands: Sequence[Tensor], i: int) -> Tensor:
+        entry, device = self.ranks[i].graph.transfers[copy.key], self.devices[i]
+        sent = {message.sender: x for message, x in zip(copy.messages, operands, strict=True)}
+
+        def part(message: Message) -> Tensor:
+            inside = entry.source.box_of(entry.spec.shape, message.sender)
+            return sent[message.sender][piece_of(message.box, inside)]
+
+        return receive(entry, device, copy.messages, sent.get(device), part, self.on)
+
 
 World: TypeAlias = "LocalWorld | ClusterWorld"  # a process's part of a mesh
 Executor: TypeAlias = SerialExecutor | LocalExecutor

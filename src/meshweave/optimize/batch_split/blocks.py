@@ -19,7 +19,7 @@ from meshweave.ir.grouped import BY_ROWS
 from meshweave.ir.traits import CASTS
 from meshweave.ir.verify import verify_step
 from meshweave.optimize.batch_split.captured import described, has_experts
-from meshweave.optimize.batch_split.orders import HistogramChunks, SortedChunks
+from meshweave.optimize.batch_split.orders import HistogramChunks, SortedChunks, counted
 from meshweave.optimize.batch_split.regions import Regions, regions
 from meshweave.optimize.batch_split.row_rules import fits
 from meshweave.optimize.decompose.cut import FIXED, Cut
@@ -138,18 +138,9 @@ def _places(writer: _BlockWriter, node: fx.Node) -> fx.Node | None:
     return writer.value(at) if at is not None and isinstance(cut, SortedChunks) and cut.into is not None else None
 
 
-def _histogram(writer: _BlockWriter, node: fx.Node) -> fx.Node:
-    return _counted(writer, node, tensor_inputs(node)[0])
-
-
-def _sum(writer: _BlockWriter, node: fx.Node) -> fx.Node:
-    """The sum over rows of whether they equal 0, 1, ..."""
-    equal: Any = node.args[0]
-    return _counted(writer, node, equal.args[0])
-
-
-def _counted(writer: _BlockWriter, node: fx.Node, ids: fx.Node) -> fx.Node:
-    spec, blocks = spec_of(node), writer.num_blocks
+def _counts(writer: _BlockWriter, node: fx.Node) -> fx.Node:
+    spec, blocks, ids = spec_of(node), writer.num_blocks, counted(node)
+    assert ids is not None, f"{node.name} is in chunks as a count"
     (num_ids,) = spec.shape
     rows = Spec((spec_of(ids).num_elements,), spec_of(ids).dtype)
     flat = writer.call(ids, aten.view.default, writer.value(ids), list(rows.shape), spec=rows)
@@ -181,7 +172,6 @@ _OF_ROWS: Mapping[Any, Callable[[_BlockWriter, fx.Node], fx.Node | None]] = {
     **dict.fromkeys((ours.grouped_mm.default, ours.grouped_outer.default), _by_expert),
 }
 _OF_COUNTS: Mapping[Any, Callable[[_BlockWriter, fx.Node], fx.Node]] = {
-    aten.histc.default: _histogram,
-    aten.sum.dim_IntList: _sum,
+    **dict.fromkeys((aten.histc.default, aten.sum.dim_IntList), _counts),
     **dict.fromkeys((aten.cumsum.default, *CASTS), _same_counts),
 }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx
 
 from meshweave.errors import PlanError
-from meshweave.ir.collectives import COLLECTIVES, WAIT
-from meshweave.ir.graph import block_name, origin_of
-from meshweave.ir.rank import RankGraph
+from meshweave.ir.collectives import COLLECTIVES, STARTS, WAIT
+from meshweave.ir.graph import PARTS, block_name, origin_of
+from meshweave.ir.rank import SYMBOLS, RankGraph, distinct_operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +96,116 @@ def _move(unit: _Unit, anchor: fx.Node) -> None:
     for node in dict.fromkeys(node for chain in unit.starts for node in chain):
         if position[node] > position[anchor]:
             anchor.prepend(node)
+
+
+# Decides when the moves of gradients are waited for in backward. The operand of a communication lives until its wait.
+# If the update waited for them, the whole gradients of a model would live beside their shards to the end of backward;
+# if they were waited for at once, nothing would hide them. ZeRO-3 implementations wait for a block's gradients when
+# those of the next block are computed.
+
+_BACKWARD = PARTS["backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class _GradientMove:
+    """A gradient's first start, and for each step of its move the nodes from its wait to the start of the next step, or
+    to the gradient."""
+
+    first: fx.Node
+    legs: tuple[tuple[fx.Node, ...], ...]
+
+
+def delay_gradient_waits(role: RankGraph) -> RankGraph:
+    """Give every step of a gradient's move the time in which backward computes a block, and no more.
+
+    The wait for a step comes before the start of the corresponding gradient of the next block (the last ones of two
+    blocks correspond, the ones before them, and so on), with the nodes that lead from it to the next step. So a device
+    has the unreduced gradients of a single block, not of the model. Values are exactly the same. The graph is changed
+    in place and returned.
+    """
+    blocks: dict[tuple[str, str], list[_GradientMove]] = {}
+    for move in _gradient_moves(role):
+        blocks.setdefault((origin_of(move.first).phase, block_of(move.first)), []).append(move)
+    order = list(blocks.values())
+    end = _end(role)
+    position = {node: i for i, node in enumerate(role.graph.nodes)}
+    for number, moves in enumerate(order):
+        for i, move in enumerate(moves):
+            following: fx.Node | None = None  # the wait of the next step: a step starts before it
+            for later, leg in reversed(list(enumerate(move.legs, number + 1))):
+                anchor = _like(order[later], len(moves) - i) if later < len(order) else end
+                if following is not None and anchor is not None and position[following] <= position[anchor]:
+                    anchor = following
+                if anchor is not None and not (anchor is end and position[leg[0]] > position[end]):
+                    # gradients that the update waits for may be waited for where it uses them
+                    _place_leg(leg, anchor, position, role)
+                following = leg[0]
+    return role
+
+
+def _like(moves: Sequence[_GradientMove], from_end: int) -> fx.Node:
+    """The start of the gradient that is the `from_end`-th last of a block, or of its first."""
+    return moves[max(0, len(moves) - from_end)].first
+
+
+def _place_leg(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int], role: RankGraph) -> None:
+    """Move a leg before its anchor, if that comes after its start. The wait for a last step may move forward from
+    behind it."""
+    if position[anchor] <= position[leg[0].all_input_nodes[0]]:
+        return
+    is_last = leg[-1].target not in STARTS
+    if position[leg[0]] > position[anchor]:
+        leg = leg[:1] if is_last else ()
+    elif not _may_be_late(leg, anchor, position) or not (is_last or is_alone(leg[-1], role)):
+        return
+    for node in leg:
+        if node is leg[0] or position[node] <= position[anchor]:  # nodes after the anchor are late enough
+            anchor.prepend(node)
+            position[node] = position[anchor]
+
+
+def _may_be_late(leg: Sequence[fx.Node], anchor: fx.Node, position: dict[fx.Node, int]) -> bool:
+    """Whether nothing needs the leg's result before its anchor."""
+    inside = all(len(node.users) == 1 for node in leg[:-1])
+    return inside and all(position[user] >= position[anchor] for user in leg[-1].users)
+
+
+def _end(role: RankGraph) -> fx.Node | None:
+    """The first node of the update."""
+    run = (n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS)
+    return next((n for n in run if origin_of(n).phase == "update"), None)
+
+
+def _gradient_moves(role: RankGraph) -> Iterator[_GradientMove]:
+    """The moves of gradients that begin in backward, in the order of their first starts."""
+    position = {node: i for i, node in enumerate(role.graph.nodes)}
+    moves: dict[fx.Node, _GradientMove] = {}
+    for (kind, _), value in role.results.items():
+        if kind not in ("grad", "acc"):
+            continue
+        for node in _moved_values(value, kind):
+            move = _gradient_move(node)
+            if move is not None and PARTS[origin_of(move.first).phase] == _BACKWARD:
+                moves[move.first] = move
+    yield from sorted(moves.values(), key=lambda move: position[move.first])
+
+
+def _moved_values(value: fx.Node, kind: str) -> Sequence[fx.Node]:
+    """The last moved value of an output: the value itself, or the addend of a sum so far."""
+    if kind == "grad":
+        return (value,)
+    return [n for n in value.all_input_nodes if n.op != "placeholder" and n.target not in SYMBOLS]
+
+
+def _gradient_move(value: fx.Node) -> _GradientMove | None:
+    """The steps of the move of a value; None if there is no communication."""
+    chain: list[fx.Node] = []
+    while value.op == "call_function" and len(operands := distinct_operands(value)) == 1:
+        chain.append(value)
+        (value,) = operands
+    starts = [i for i, node in enumerate(chain) if node.target in STARTS]
+    starts = [i for i in starts if origin_of(chain[i]) == origin_of(chain[starts[0]])]  # others belong to other moves
+    if not starts:
+        return None
+    legs = [tuple(reversed(chain[later:start])) for later, start in pairwise(starts)]
+    return _GradientMove(chain[starts[-1]], (*reversed(legs), tuple(reversed(chain[: starts[0]]))))
