@@ -241,8 +241,7 @@ class _BalanceWriter:
         for d in sorted(dims - start, reverse=True):
             value = self._select(node, value, d, self._index(False))
             if d == min(dims):
-                constraint = ";".join(f"{axis}={d}" for axis in self.axes)
-                value = self._emit(node, ours.pin.default, (value, constraint, False), spec_of(value).shape)
+                value = self._pinned(node, value, d)
         return value
 
     def _select(self, like: fx.Node, x: fx.Node, dim: int, index: fx.Node) -> fx.Node:
@@ -257,33 +256,35 @@ class _BalanceWriter:
         return self._emit(like, aten.view.default, (selected, list(shape)), shape)
 
     def _emit(self, like: fx.Node, target: Any, args: Sequence[Any], shape: Sequence[int], **kwargs: Any) -> fx.Node:
-        dtype = kwargs.get("dtype", spec_of(like).dtype)
+        dtype = kwargs.get("dtype") or spec_of(like).dtype
         new = self.graph.call_function(target, tuple(args), kwargs)
         return self._described(like, new, spec=Spec(tuple(shape), dtype))
 
     def _index(self, is_inverse: bool) -> fx.Node:
-        """The position at each place [sequence], or the place of each position."""
+        """The position at each place [sequence], or the place of each position. A line of places is a device's, its
+        chunk of the head and its chunk of the tail, whose lines are in reverse order."""
         if is_inverse not in self.indices:
             assert self.current is not None
-            self.indices[is_inverse] = self._places(self.current) if is_inverse else self._positions(self.current)
+            count, size = self.num_devices, self.length // (2 * self.num_devices)
+            chunks, lines = (2 * count, size), (count, 2 * size)
+            before, after, along = (lines, chunks, 1) if is_inverse else (chunks, lines, 0)
+            args, shape = (0, self.length, 1), (self.length,)
+            like = self._emit(self.current, aten.arange.start_step, args, shape, dtype=torch.int64)
+            apart = self._emit(like, aten.view.default, (like, list(before)), before)
+            begin = before[along] // 2
+            head, tail = (
+                self._emit(like, aten.slice.Tensor, (apart, along, at, at + begin), (count, size)) for at in (0, begin)
+            )
+            tail = self._emit(like, aten.flip.default, (tail, [0]), (count, size))
+            joined = self._emit(like, aten.cat.default, ([head, tail], 1 - along), after)
+            index = self._emit(like, aten.view.default, (joined, list(shape)), shape)
+            self.indices[is_inverse] = index if is_inverse else self._pinned(like, index, 0)
         return self.indices[is_inverse]
 
-    def _positions(self, like: fx.Node) -> fx.Node:
-        """The positions in head-tail order: chunk c of the places is chunk c / 2 of the sequence, counted from the end
-        if c is odd."""
-        size, last = self.length // (2 * self.num_devices), 2 * self.num_devices - 1
-        place = _Integers.arange(self, like, self.length)
-        chunk = place // size
-        half = chunk // 2
-        return ((half + (chunk % 2) * (half * -2 + last)) * size + place % size).node
-
-    def _places(self, like: fx.Node) -> fx.Node:
-        size, last = self.length // (2 * self.num_devices), 2 * self.num_devices - 1
-        position = _Integers.arange(self, like, self.length)
-        chunk = position // size
-        is_tail = chunk // self.num_devices
-        device = chunk + is_tail * (chunk * -2 + last)
-        return ((device * 2 + is_tail) * size + position % size).node
+    def _pinned(self, like: fx.Node, x: fx.Node, dim: int) -> fx.Node:
+        """x, cut along a dim in the new order."""
+        constraint = ";".join(f"{axis}={dim}" for axis in self.axes)
+        return self._emit(like, ours.pin.default, (x, constraint, False), spec_of(x).shape)
 
     def _arange(self, node: fx.Node) -> fx.Node:
         """start + step * position, for each place."""
@@ -295,38 +296,6 @@ class _BalanceWriter:
         if step != 1:
             value = self._emit(node, aten.mul.Tensor, (value, step), shape)
         return value if not start else self._emit(node, aten.add.Tensor, (value, start), shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Integers:
-    """Arithmetic on indices [sequence], written as nodes."""
-
-    writer: _BalanceWriter
-    like: fx.Node
-    node: fx.Node
-
-    @staticmethod
-    def arange(writer: _BalanceWriter, like: fx.Node, size: int) -> _Integers:
-        new = writer.graph.call_function(aten.arange.start_step, (0, size, 1), {"dtype": torch.int64})
-        writer._described(like, new, spec=Spec((size,), torch.int64))
-        return _Integers(writer, like, new)
-
-    def _by(self, target: Any, other: _Integers | int) -> _Integers:
-        right = other.node if isinstance(other, _Integers) else other
-        new = self.writer.graph.call_function(target, (self.node, right))
-        return replace(self, node=self.writer._described(self.like, new, spec=self.node.meta["spec"]))
-
-    def __add__(self, other: _Integers | int) -> _Integers:
-        return self._by(aten.add.Tensor, other)
-
-    def __mul__(self, other: _Integers | int) -> _Integers:
-        return self._by(aten.mul.Tensor, other)
-
-    def __floordiv__(self, other: int) -> _Integers:
-        return self._by(aten.floor_divide.default, other)
-
-    def __mod__(self, other: int) -> _Integers:
-        return self._by(aten.remainder.Scalar, other)
 
 
 def _dims_of(rule: Rule | None, dims: Dims, factors: Collection[int]) -> _In:
