@@ -45,6 +45,7 @@ REFUSED = {
     "nn.functional.fractional_max_pool3d": "no sharding rule for aten.fractional_max_pool3d",
     "nn.functional.linear_cross_entropy.chunked": "no sharding rule for torch_nn._linear_cross_entropy_batch_chunked",
     "nn.functional.linear_cross_entropy.chunked_none": "no sharding rule for torch_nn._linear_cross_entropy_batch",
+    "nn.functional.multilabel_margin_loss": "no sharding rule for aten.multilabel_margin_loss_forward",
     "nonzero": DATA,
     "tensor_split": "the training step cannot be captured",  # with the places in a tensor
     "unfold_copy": "the model does not repeat itself",  # fake tensors have other strides than real ones

@@ -22,7 +22,7 @@ from meshweave.capture.step import Part
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import OutdatedUpdate, StepError
 from meshweave.interop.accelerate import refuse_accumulation
-from meshweave.interop.optimizer import mark_stepped
+from meshweave.interop.hooks import mark_stepped
 from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows

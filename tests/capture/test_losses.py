@@ -76,7 +76,6 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "soft margin": lambda out, b: F.soft_margin_loss(out, b["x"][..., :C].sign()),
     "soft margin, each": lambda out, b: weighed(F.soft_margin_loss(out, b["x"][..., :C].sign(), reduction="none")),
     "multi margin": lambda out, b: F.multi_margin_loss(out[:, 0], b["labels"][:, 0]),
-    "multilabel margin": lambda out, b: F.multilabel_margin_loss(out[:, 0, :3], b["labels"] - 2),
 }
 
 

@@ -20,8 +20,8 @@ from meshweave.cost.hardware import (
     nccl,
     profile_names,
 )
+from meshweave.cost.hardware.nccl import Shape, shapes
 from meshweave.cost.hardware.schema import Fit, Links
-from meshweave.cost.hardware.topology import Shape, shapes
 from meshweave.errors import MeshError, MeshweaveError
 from meshweave.ir.collectives import RECEIVED
 from meshweave.ir.mesh import Mesh

@@ -72,12 +72,6 @@ def _distances(g: torch.Generator) -> list[Any]:
     return [torch.randn(6, generator=g), x, 2.0, aten._pdist_forward(x, 2.0)]
 
 
-def _margins(g: torch.Generator) -> list[Any]:
-    x, target = torch.randn(4, 3, generator=g), torch.tensor([[0, 2, -1]] * 4)
-    is_target = aten.multilabel_margin_loss_forward(x, target, 1)[1]
-    return [torch.tensor(1.0), x, target, 1, is_target]
-
-
 _TENSORS = [torch.tensor([6, 6, 6]), torch.tensor([2, 2, 2])]
 WHOLE = [
     made(aten._ctc_loss.default, lambda g: [*_ctc(g), [6, 6, 6], [2, 2, 2]]),
@@ -91,7 +85,6 @@ WHOLE = [
     made(aten._pdist_backward.default, _distances),
     sample(aten.multi_margin_loss.default, R(4, 3), I(4, high=3), exact=False),
     sample(aten.multi_margin_loss_backward.default, R(), R(4, 3), I(4, high=3), 1, 1.0, exact=False),
-    made(aten.multilabel_margin_loss_backward.default, _margins),
     sample(aten.masked_scatter_backward.default, F(4, 3), B(4, 3), [12]),
     sample(aten.index_reduce.default, F(4, 3), 0, I(2, high=4), F(2, 3), "amax"),
 ]

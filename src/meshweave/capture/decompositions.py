@@ -183,77 +183,7 @@ def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> 
     return flat.reshape(x.shape)
 
 
-def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """Loss, and which classes are targets. A line of `target` ends before its first -1, which torch's decomposition
-    (2.13) ignores."""
-    lines, classes = x.reshape(-1, x.shape[-1]), torch.arange(x.shape[-1], device=x.device)
-    named = target.reshape(lines.shape)
-    end = torch.amin(torch.where(named == -1, classes, len(classes)), -1, keepdim=True)
-    is_named = classes < end
-    is_target = (classes == torch.where(is_named, named, -1).unsqueeze(-1)).any(1)
-    margins = (1 - lines.gather(1, torch.where(is_named, named, 0)).unsqueeze(-1) + lines.unsqueeze(1)).clamp_min(0)
-    counted = torch.where(is_named.unsqueeze(-1) & ~is_target.unsqueeze(1), margins, 0)
-    each = (counted.sum([1, 2]) / len(classes)).reshape(x.shape[:-1])
-    loss = each if reduction == 0 else each.mean() if reduction == 1 else each.sum()
-    return loss, is_target.to(x.dtype).reshape(target.shape)
-
-
-# Embeddings in parts: bags as lookups and a matmul with the matrix of which index is in which bag, and norms of rows.
-# The matrix is computed from the offsets in the batch, so bags may have any size in every step; sums and means shard as
-# lookups and matmuls do. The maximum of a bag stays a single op, which is never sharded.
-
-
-def _bag_of(offsets: Tensor, count: int, include_last: bool) -> Tensor:
-    """The bag of each of `count` indices, where bags begin at `offsets`."""
-    begins = aten.slice.Tensor(offsets, 0, 0, offsets.shape[0] - 1) if include_last else offsets
-    place = torch.arange(count, device=offsets.device, dtype=offsets.dtype)
-    return aten.sum.dim_IntList((begins.unsqueeze(0) <= place.unsqueeze(1)).to(offsets.dtype), [1]) - 1
-
-
-def _embedding_bag(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    per_sample: Tensor | None = None,
-    include_last: bool = False,
-    padding: int = -1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums and means of the rows of each bag; the maximum of a bag (mode 2) stays an op without a rule."""
-    if mode == 2 or sparse or scale_grad:
-        return NotImplemented
-    bag_of = _bag_of(offsets, indices.shape[0], include_last)
-    num_bags = offsets.shape[0] - include_last
-    counted = (indices != padding).to(weight.dtype)
-    rows = aten.embedding.default(weight, indices)
-    rows = rows * (counted if per_sample is None else counted * per_sample).unsqueeze(1)
-    members = (bag_of.unsqueeze(0) == torch.arange(num_bags, device=bag_of.device).unsqueeze(1)).to(weight.dtype)
-    sizes = aten.sum.dim_IntList(members * counted, [1])
-    out = aten.mm.default(members, rows)
-    out = out / sizes.clamp(min=1).unsqueeze(1) if mode == 1 else out
-    return out, bag_of, sizes.to(offsets.dtype), torch.zeros_like(offsets)
-
-
-def _embedding_bag_dense_backward(
-    grad: Tensor,
-    indices: Tensor,
-    bag_of: Tensor,
-    sizes: Tensor,
-    largest: Tensor,
-    num_rows: int,
-    scale_grad: bool,
-    mode: int,
-    per_sample: Tensor | None,
-    padding: int = -1,
-) -> Tensor:
-    if mode == 2 or scale_grad:
-        return NotImplemented
-    grad = grad / sizes.clamp(min=1).to(grad.dtype).unsqueeze(1) if mode == 1 else grad
-    rows = aten.index_select.default(grad, 0, bag_of)
-    rows = rows if per_sample is None else rows * per_sample.unsqueeze(1)
-    return aten.embedding_dense_backward.default(rows, indices, num_rows, padding, False)
+# Bags of an embedding stay single ops, which are never sharded.
 
 
 def _embedding_bag_backward(
@@ -272,6 +202,8 @@ def _embedding_bag_backward(
 ) -> Tensor:
     if sparse:
         return NotImplemented
+    if not bag_of.numel():  # of a sum, whose kernel does not need it
+        bag_of = torch.bucketize(torch.arange(len(indices), device=offsets.device), offsets, right=True) - 1
     options = (num_rows, scale_grad, mode, per_sample, padding)
     return aten._embedding_bag_dense_backward.default(grad, indices, bag_of, sizes, largest, *options)
 
@@ -380,10 +312,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.index_put.default: _index_put,
     aten.scatter.value: _scatter_value,
-    aten._embedding_bag.default: _embedding_bag,
-    aten._embedding_bag_forward_only.default: _embedding_bag,
+    aten._embedding_bag_forward_only.default: lambda *args: aten._embedding_bag.default(*args),
     aten._embedding_bag_backward.default: _embedding_bag_backward,
-    aten._embedding_bag_dense_backward.default: _embedding_bag_dense_backward,
     aten.embedding_renorm.default: _embedding_renorm,
     aten._sparse_coo_tensor_with_dims_and_tensors.default: _sparse_gradient,
     aten.unsafe_split.Tensor: _split,
@@ -392,7 +322,6 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.addbmm.default: _addbmm,
     aten.as_strided.default: as_strided,
     aten.put.default: _put,
-    aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     aten.unfold_copy.default: lambda x, *args: aten.unfold.default(x, *args),
     aten.view_as_complex.default: lambda x: torch.complex(aten.select.int(x, -1, 0), aten.select.int(x, -1, 1)),
     aten._efficientzerotensor.default: lambda size, **options: aten.full.default(

@@ -19,7 +19,7 @@ from meshweave.capture.optimizer_groups import evaluates_loss, name_of, parts_of
 from meshweave.capture.optimizer_tape import Number, Replay, Tape, line_of, untraceable
 from meshweave.capture.optimizer_tracer import UpdateTracer, outputs_of
 from meshweave.errors import CaptureError
-from meshweave.interop.optimizer import make_state
+from meshweave.interop.hooks import make_state
 from meshweave.interop.storages import storage_key
 from meshweave.ir.graph import Spec
 

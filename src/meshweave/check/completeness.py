@@ -18,10 +18,9 @@ from meshweave.check.numbers import concatenate_roles
 from meshweave.check.role_replay import ReplayedValue, RoleReplay, SharedFacts, first_layout
 from meshweave.errors import LayoutError, VerifyError
 from meshweave.ir import ops
-from meshweave.ir.collectives import STARTS, transfer
+from meshweave.ir.collectives import STARTS, sparse_scatter, transfer
 from meshweave.ir.graph import StepGraph, op_name, origin_of, output_node, spec_of
 from meshweave.ir.rank import RankGraph, Transfer
-from meshweave.ir.sparse import sparse_scatter
 from meshweave.optimize.overlap.unmerge import unmerge_buckets
 from meshweave.replay.communication import EXCHANGES, SPARSE, apart, check_messages, group_ids, groups_among, together
 from meshweave.replay.holdings import Holding, pending_of

@@ -16,10 +16,10 @@ from meshweave.check.numbers import Numbers
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops, ops
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import Spec, StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, StepGraph, call_text, map_nodes, op_name, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.ir.rank import SYMBOLS, RankGraph, operands_of
 from meshweave.ops.emit import Emitter
 from meshweave.ops.factors import Dims, Rule
 from meshweave.ops.pieces import AS_IT_IS
@@ -262,7 +262,7 @@ class RoleReplay:
         if node.target is operator.getitem:
             return self._item(node, op)
         wanted = tensor_inputs(op)
-        local_operands = [n for n in _operands(node) if n.target not in SYMBOLS]
+        local_operands = operands_of(node)
         if len(local_operands) != len(wanted):
             number, expected = str(len(local_operands)), str(len(wanted))
             raise VerifyError("has another number of operands", got=number, expected=expected)
@@ -291,7 +291,7 @@ class RoleReplay:
             got, expected = op_name(node.target), op_name(expected_call.target)
             raise VerifyError("another op runs", got=got, expected=f"{expected} for these layouts")
         if _form(node) != _form(expected_call):
-            got, expected = _call_text(node), _call_text(expected_call)
+            got, expected = call_text(node), call_text(expected_call)
             raise VerifyError("the op runs with other arguments", got=got, expected=expected)
 
     def _item(self, node: fx.Node, op: fx.Node) -> ReplayedValue:
@@ -365,13 +365,6 @@ STEPS: dict[Any, Callable[[Numbers, Holding, fx.Node], Holding]] = {
 MOVES_ONLY = frozenset({WAIT, local_ops.join_blocks, local_ops.deal_blocks, local_ops.keep_first})  # not ops of a model
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, with repetitions."""
-    operands: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), operands.append)
-    return operands
-
-
 def _form(call: fx.Node) -> tuple[Any, ...]:
     """The arguments of a call, with its operands left out: equal for equal calls."""
     return _argument_form(call.args), _argument_form(sorted(call.kwargs.items()))
@@ -383,16 +376,6 @@ def _argument_form(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_argument_form(v) for v in value)
     return type(value), repr(value) if isinstance(value, float) else value  # nan differs from itself
-
-
-def _call_text(call: fx.Node) -> str:
-    def shown(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return str(value.target.__name__) if value.target in SYMBOLS else "operand"  # type: ignore[union-attr]
-        return f"[{', '.join(map(shown, value))}]" if isinstance(value, (list, tuple)) else str(value)
-
-    args = [*map(shown, call.args), *(f"{k}={shown(v)}" for k, v in call.kwargs.items())]
-    return f"{op_name(call.target)}({', '.join(args)})"
 
 
 def first_layout(layout: Any) -> Layout:

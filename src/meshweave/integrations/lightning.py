@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.errors import StepError
 from meshweave.integrations.whole import whole
-from meshweave.interop.optimizer import has_stepped
+from meshweave.interop.hooks import has_stepped
 
 
 class MeshweaveStrategy(DDPStrategy):

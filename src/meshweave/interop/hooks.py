@@ -1,5 +1,5 @@
 """Where torch stores the hooks of tensors, modules and optimizers (torch 2.11 to 2.13: torch/nn/modules/module.py,
-torch/optim/optimizer.py, torch/_tensor.py)."""
+torch/optim/optimizer.py, torch/_tensor.py), and what its learning-rate schedulers expect of an optimizer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,31 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell schedulers that the optimizer has taken a step, because a compiled step takes it instead. Schedulers warn
+    when they step before the optimizer has, and read this attribute (torch/optim/lr_scheduler.py, LRScheduler.step).
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a compiled step, or a scheduler's wrapper around `step()`, has marked the optimizer."""
+    return getattr(optimizer, "_opt_called", False)
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that Adagrad creates in its constructor before torch 2.13 (torch/optim/adagrad.py), for
+    parameters without state. Since 2.13 it does so in the first step, like the others."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return
+    first = optimizer.defaults["initial_accumulator_value"]
+    for p in (p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]):
+        init = complex(first, first) if torch.is_complex(p) else first
+        total = torch.full_like(p, init, memory_format=torch.preserve_format)
+        optimizer.state[p].update(step=torch.tensor(0.0), sum=total)
+
 
 # Attributes of a module that contain hooks which run in forward or backward.
 MODULE_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})

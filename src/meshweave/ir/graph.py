@@ -320,7 +320,7 @@ def _lines(graph: fx.Graph, layouts: bool) -> Iterator[str]:
         shown = "" if value is None else f": {_specs(value)}"
         layout = node.meta.get("layout") if layouts else None
         placed = "" if layout is None else f" {_specs(layout)}"
-        call = "input" if node.op == "placeholder" else _call(node)
+        call = "input" if node.op == "placeholder" else call_text(node)
         yield f"{node.name}{shown}{placed} = {call}"
 
 
@@ -328,7 +328,8 @@ def _specs(value: Any) -> str:
     return "(" + ", ".join(map(str, value)) + ")" if isinstance(value, tuple) else str(value)
 
 
-def _call(node: fx.Node) -> str:
+def call_text(node: fx.Node) -> str:
+    """The op and its arguments: `aten.mm(x, w)`."""
     args = [_arg(a) for a in node.args] + [f"{k}={_arg(v)}" for k, v in node.kwargs.items()]
     return f"{op_name(node.target)}({', '.join(args)})"
 

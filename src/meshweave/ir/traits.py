@@ -62,7 +62,7 @@ _WORK = {
         "native_layer_norm native_layer_norm_backward prod square_sum sum var extreme _adaptive_avg_pool2d "
         "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool2d "
         "adaptive_max_pool3d max_pool2d_with_indices max_pool3d_with_indices "
-        "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward histc dot "
+        "multi_margin_loss multi_margin_loss_backward histc dot "
         "_embedding_bag _embedding_bag_per_sample_weights_backward block_counts"
     ),
     "scan": (

@@ -212,7 +212,7 @@ add(aten.view.dtype, _last_whole)
 add(
     aten_ops(
         "masked_scatter masked_scatter_backward histc multi_margin_loss multi_margin_loss_backward "
-        "multilabel_margin_loss_backward _pdist_forward _pdist_backward _ctc_loss _ctc_loss.Tensor _ctc_loss_backward "
+        "_pdist_forward _pdist_backward _ctc_loss _ctc_loss.Tensor _ctc_loss_backward "
         "_ctc_loss_backward.Tensor _embedding_bag _embedding_bag_dense_backward "
         "_embedding_bag_per_sample_weights_backward index_reduce"
     ),

@@ -12,12 +12,11 @@ import numpy as np
 
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir import local_ops
-from meshweave.ir.collectives import destinations, functional, permute
+from meshweave.ir.collectives import destinations, functional, permute, sparse_gather, sparse_scatter
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box
 from meshweave.ir.routes import Message
-from meshweave.ir.sparse import sparse_gather, sparse_scatter
 from meshweave.replay.holdings import (
     Holding,
     Ints,

@@ -22,8 +22,8 @@ from meshweave.ir.collectives import (
     SPARSE_GATHER,
     SPARSE_SCATTER,
     reduce_in_order,
+    rows_of,
 )
-from meshweave.ir.sparse import rows_of
 from meshweave.runtime.background import Job
 from meshweave.runtime.messages import Message, Messages, bytes_of
 
