@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,13 +119,12 @@ def _show_error(screen: Screen, error: MeshweaveError) -> None:
     screen.result(False, error={"kind": type(error).__name__, **parts})
 
 
-def _cluster() -> AbstractContextManager[None]:
-    """Under torchrun: this process's place in the job, while the context lasts."""
-    return _joined() if "RANK" in os.environ and "WORLD_SIZE" in os.environ else nullcontext()
-
-
 @contextmanager
-def _joined() -> Iterator[None]:
+def _cluster() -> Iterator[None]:
+    """Under torchrun: this process's place in the job, while the context lasts."""
+    if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+        yield
+        return
     from meshweave.runtime import cluster
 
     cluster.init_from_env()

@@ -219,13 +219,9 @@ def _shown(item: Input) -> str:
 def _check_spec(item: Input, tensor: Tensor) -> None:
     got = Spec(tuple(tensor.shape), tensor.dtype)
     if got != item.spec:
-        raise _another(item, str(got), str(item.spec))
-
-
-def _another(item: Input, got: str, expected: str) -> StepError:
-    return StepError(
-        f"{_shown(item)} of the model has changed its shape or dtype",
-        got=got,
-        expected=expected,
-        hint="between steps only values may change: compile again for other shapes or dtypes",
-    )
+        raise StepError(
+            f"{_shown(item)} of the model has changed its shape or dtype",
+            got=str(got),
+            expected=str(item.spec),
+            hint="between steps only values may change: compile again for other shapes or dtypes",
+        )

@@ -73,17 +73,13 @@ class OptimizerState:
         cluster all ranks change the same entries. StepError for a torn state."""
         state.check_usable()
         changed = [(item, layout) for item, layout in state.items if item.kind == "state" and self._is_changed(item)]
-        now = self._numbers_now()
+        now = {(p, slot): self.optimizer.state.get(self.params[p], {}).get(slot) for p, slot in self.marks}
         numbers = [key for key, value in now.items() if _mark(value) != self.marks[key]]
         for item, layout in changed:
             self._take(state, item, layout)
         for key in numbers:
             del self.marks[key]
         return bool(changed or numbers)
-
-    def _numbers_now(self) -> dict[tuple[str, str], Any]:
-        """The numbers that `optimizer.state` has, of those that the step last wrote."""
-        return {key: self.optimizer.state.get(self.params[key[0]], {}).get(key[1]) for key in self.marks}
 
     def _entries(self, item: Input) -> tuple[str, dict[str, Any]]:
         slot, _, name = item.name.partition("/")

@@ -71,7 +71,7 @@ class BackendSettings:
         match, and the errors of the passes.
         """
         passes = tuple(graph_pass for graph_pass in self.passes if graph_pass.scope == scope)
-        if not passes or not _communicates(graph):
+        if not passes or not any(n.op == "call_function" and collective_of(n) is not None for n in graph.nodes):
             return False
         cost, notes = self._costs_with_notes(graph)
         agreement = self._agreement(graph)
@@ -221,10 +221,6 @@ def graph_passes(passes: PassesArgument) -> tuple[Pass[Any], ...]:
             hint="a pass that changes its program only by program.each(...) can have that scope",
         )
     return listed
-
-
-def _communicates(graph: fx.Graph) -> bool:
-    return any(n.op == "call_function" and collective_of(n) is not None for n in graph.nodes)
 
 
 def _usual(graph: fx.Graph) -> tuple[MachineProfile, str]:
