@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import permutations, product
 from math import prod
 
-from meshweave.cost.hardware.costs import Costs
+from meshweave.cost.hardware import Costs
 from meshweave.errors import LayoutError
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh

@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
+from meshweave.cost.hardware import Costs
 from meshweave.cost.hardware.alpha_beta import AlphaBeta
-from meshweave.cost.hardware.costs import Costs
 from meshweave.errors import LayoutError
 from meshweave.ir.layout import Layout
 from meshweave.place.movement.across import steps_across

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, count
 
-from meshweave.cost.hardware.costs import Costs
+from meshweave.cost.hardware import Costs
 from meshweave.ir.mesh import Mesh
 from meshweave.place.movement.space import LOCAL, PARTIAL, REPLICATED, Axes, Edge, Fan, MoveState, Space
 from meshweave.place.movement.steps import Kind

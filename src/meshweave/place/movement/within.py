@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from meshweave.cost.hardware.costs import Costs
+from meshweave.cost.hardware import Costs
 from meshweave.errors import LayoutError
 from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.pieces import unit_matters
