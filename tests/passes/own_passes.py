@@ -85,3 +85,19 @@ class Doubled(Impatient):
             twice = device.graph.call_function(torch.ops.aten.cat.default, ([result, result],))
         end.replace_input_with(result, twice)
         return device.graph, Counted(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreduced(Impatient):
+    """Takes a device's part for the sum over devices, right after expansion."""
+
+    name: ClassVar = "unreduced"
+    stage: ClassVar = "expanded"
+
+    def rewritten(self, device: DeviceProgram) -> tuple[fx.Graph, Counted]:
+        start = next(n for n in device.graph.nodes if n.target in COLLECTIVES and "all_reduce" in op_name(n.target))
+        (wait,) = start.users
+        wait.replace_all_uses_with(start.args[0])
+        device.graph.erase_node(wait)
+        device.graph.erase_node(start)
+        return device.graph, Counted(0)

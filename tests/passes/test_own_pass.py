@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.models import mlp
-from tests.passes.own_passes import Counted, Doubled, Impatient, Negated, neg
+from tests.passes.own_passes import Counted, Doubled, Impatient, Negated, Unreduced, neg
 from torch import Tensor, fx
 from typer.testing import CliRunner
 
@@ -41,6 +41,11 @@ def test_in_compile() -> None:
     nodes = step.program.roles[0].graph.find_nodes(op="call_function", target=neg)
     assert len(nodes) - len(own) == 2 * report.num_sums  # type: ignore[attr-defined]
     assert all("spec" in n.meta for n in nodes)
+
+
+def test_compile_proves_what_passes_of_every_stage_leave() -> None:
+    with pytest.raises(VerifyError, match="partial|contribution|state"):
+        losses(passes=[Unreduced()])
 
 
 @pytest.fixture

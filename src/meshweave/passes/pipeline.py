@@ -166,7 +166,7 @@ def optimize(
         rewrites=chosen.rewrites,
         variants=variants,
     )
-    if optimized.roles is not roles:
+    if optimized.roles is not roles or pipeline.of("expanded"):
         prove(placed, optimized)
     return optimized
 
