@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshweave.errors
-from meshweave.ir import blocks, grouped, local_ops, traits
+from meshweave.ir import attention, blocks, grouped, local_ops, traits
 
 PACKAGE = Path(meshweave.errors.__file__).parent
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ def is_annotated(op: torch._ops.OpOverload) -> bool:
 
 @pytest.mark.parametrize("kind", sorted(traits._WORK))
 def test_every_name_with_a_kind_of_work_is_an_op(kind: str) -> None:
-    homes = (aten, torch.ops.meshweave, local_ops, grouped, blocks)
+    homes = (aten, torch.ops.meshweave, attention, local_ops, grouped, blocks)
     missing = {name for name in traits.names_of(kind) if not any(hasattr(home, name) for home in homes)}
     assert missing <= HIGHER_ORDER
     assert len(set(traits.names_of(kind))) == len(traits.names_of(kind))
