@@ -44,7 +44,7 @@ def test_in_compile() -> None:
 
 
 def test_compile_proves_what_passes_of_every_stage_leave() -> None:
-    with pytest.raises(VerifyError, match="partial|contribution|state"):
+    with pytest.raises(VerifyError, match=r"partial|contribution|state"):
         losses(passes=[Unreduced()])
 
 
