@@ -83,9 +83,13 @@ class Batch:
         return [self.rebuild(tensors) for tensors in self.split(parts)]
 
 
+def is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def check_microbatches(number: Any) -> None:
     """Raise PlanError unless this is a number of microbatches."""
-    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+    if not is_number(number, Integral) or number < 1:
         raise PlanError("invalid number of microbatches", got=repr(number), expected="1 or more")
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from meshweave.capture.batch import Batch, call_model, check_microbatches, split_loss
+from meshweave.capture.batch import Batch, call_model, check_microbatches, is_number, split_loss
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions, refuse_communication
 from meshweave.capture.model_checks import check_aliases, check_hooks, check_leaves, check_parameters
@@ -145,14 +145,10 @@ class CaptureOptions:
 
     def __post_init__(self) -> None:
         check_microbatches(self.accumulate)
-        if self.clip_grad_norm is not None and not (_is_number(self.clip_grad_norm, Real) and self.clip_grad_norm > 0):
+        if self.clip_grad_norm is not None and not (is_number(self.clip_grad_norm, Real) and self.clip_grad_norm > 0):
             raise PlanError("invalid norm", got=repr(self.clip_grad_norm), expected="a number above 0")
-        if not _is_number(self.seed, Integral):
+        if not is_number(self.seed, Integral):
             raise PlanError("the seed is not an integer", where="seed=", got=repr(self.seed), expected="such as 0")
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 _FROZEN_AND_ACCUMULATED = (

@@ -40,6 +40,8 @@ from meshweave.optimize.batch_split.write import RowWriter
 from meshweave.optimize.decompose.cut import FIXED, Cut
 from meshweave.place.mapping import Homes
 
+aten = torch.ops.aten
+ours = torch.ops.meshweave
 _META = torch.device("meta")
 
 
@@ -120,7 +122,7 @@ class _StepWriter(RowWriter):
         return new
 
     def cast(self, x: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-        return self.call(torch.ops.aten._to_copy.default, (x,), {"dtype": dtype}, like)
+        return self.call(aten._to_copy.default, (x,), {"dtype": dtype}, like)
 
 
 # Ends of rows by expert that are computed from numbers alone: equal ends become a single value. Layouts name the ends
@@ -174,8 +176,6 @@ def _content(constant: Tensor) -> Hashable:
 # experts' rows of the table, and its gradient that product's gradient. Devices then look up, and sum, their own rows in
 # their own part of the table; at positions in a table devices would need all parts of it.
 
-aten = torch.ops.aten
-ours = torch.ops.meshweave
 # Ops whose second result is an index along a dim, and the position of the dim among their arguments.
 _CHOICES = {aten.topk.default: 2, aten.max.dim: 1, aten.min.dim: 1}
 
