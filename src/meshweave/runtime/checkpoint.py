@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from math import prod
@@ -223,7 +223,8 @@ class _PieceWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called on the first process, with the results of all processes."""
         super().finish(metadata, results)
-        if defect := _defect(self.staged, metadata):
+        written = {each.index: each.storage_data for own in results for each in own}
+        if defect := _defect(self.staged, replace(metadata, storage_data=written)):  # torch 2.11 sets it on a copy
             raise CheckpointError(
                 "the checkpoint is not complete",
                 where=str(self.staged),
