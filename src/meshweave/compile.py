@@ -132,7 +132,7 @@ class CompileOptions:
     def pipeline_on(self, asked: Pipeline, world: World, costs: Costs) -> Pipeline:
         """The passes asked for, and those that a step on this machine has by default: with recompute alone, too."""
         pipeline = asked
-        is_compiled = backend_for(self.run.backend, world.device, len(world.devices)) == "inductor"
+        is_compiled = backend_for(self.run.backend, world.device, len(world.devices)) != "eager"
         if self.passes in (None, "default") and is_compiled and world.device.type == "cuda":
             pipeline = pipeline.having(Recompute("pointwise", is_optional=True))
         if self.passes is None or [each_pass.name for each_pass in asked.passes] == [Recompute.name]:

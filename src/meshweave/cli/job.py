@@ -57,7 +57,7 @@ class StepOptions(Options):
     clip_grad_norm: float | None = option(None, "clip gradients by their global norm")
     passes: str = option("none", "passes over the step, such as default or overlap,split=2,recompute=full")
     memory_cap: str = option("", "memory cap of a device, such as 40GB; implies the pass overlap")
-    backend: BackendName = option("auto", "of the compute between communications: eager, inductor or auto")
+    backend: BackendName = option("auto", "of the compute between communications: eager, inductor, background or auto")
     seed: int = option(0, "random seed of parameters, data and dropout")
 
     @property

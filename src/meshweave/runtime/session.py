@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import threading
@@ -24,6 +25,7 @@ from meshweave.capture.step_inputs import LOSS_SCALE
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
+from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.cluster import on_any
@@ -32,7 +34,15 @@ from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env,
 from meshweave.runtime.inputs import Inputs, numbers_on
 from meshweave.runtime.measured import measured
 from meshweave.runtime.recorded import can_be_recorded
-from meshweave.runtime.regions.compiler import BackendName, RegionCompiler, backend_for, checked_backend
+from meshweave.runtime.regions.compile_process import CompileProcess, begin_compiling
+from meshweave.runtime.regions.compiler import (
+    BackendName,
+    RegionCompiler,
+    RegionFunction,
+    backend_for,
+    checked_backend,
+    region_functions,
+)
 from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.state import LASTING, Key, LossScaler, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
@@ -40,9 +50,14 @@ from meshweave.runtime.update import Replacements, Update, metrics_of, outputs, 
 from meshweave.runtime.watch import POLL
 from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
-from meshweave.runtime.world import Executor, World
+from meshweave.runtime.world import Executor, World, free_bytes
 
 Done = Callable[[bool], None] | None
+# What `compile_tasks` fuses by, for a role and its devices of this process.
+Fuser = Callable[[RankGraph, Sequence[int], torch.device, Any, Any], Sequence[Sequence[Any]]]
+_MEMORY_SHARE = 0.8  # of the memory that is free: steps op by op also have the allocator's gaps and kernels' scratch
+_ASKED = 16  # steps, before each of which processes ask each other for compiled regions; then once in so many
+_NOTES = logging.getLogger("meshweave")
 # The user's calls that return full tensors of each kind.
 _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state", "grad": "gradients"}
 
@@ -52,8 +67,10 @@ class RunOptions:
     """How a compiled step runs and what it keeps: nothing that changes what it computes.
 
     backend: what runs the compute between communications. "eager": op by op; "inductor": compiled before the first
-        step, equal regions of repeated layers once; "auto": "inductor" in a process with a GPU of its own, "eager" on
-        processors and virtual devices. Compiled values differ from eager ones by rounding (docs/regions.md).
+        step, equal regions of repeated layers once; "background": op by op, until a process beside this has compiled
+        what "inductor" compiles; "auto": "background" in a process with a GPU of its own ("inductor" where PyTorch's
+        deterministic algorithms are on), "eager" on processors and virtual devices. Compiled values differ from eager
+        ones by rounding (docs/regions.md).
     cuda_graphs: on a GPU, record compiled regions in the third step and replay them from then on, so that the host
         launches a few CUDA graphs instead of every kernel: same values, and the memory of a step stays reserved. Not
         with accumulation or keep_gradients.
@@ -242,6 +259,8 @@ class Session:
         if share is None:
             self.compiler.joins_updates = self.graphs is None  # the host launches each kernel
         self._has_regions = False
+        self._process: CompileProcess | None = None
+        self._has_begun, self._num_asked = False, 0
         self._build(meter)
         if share is None:
             scaler = LossScaler(settings.loss_scale)
@@ -266,40 +285,85 @@ class Session:
             return None
         return self.graphs if can_be_recorded(self.ranks[0]) else None
 
-    def _build(self, meter: Meter | None, has_regions: bool = False) -> None:
+    def _build(self, meter: Meter | None, fuse: Fuser | None = None) -> None:
         """The tasks of each local device, and their executor."""
-        kept = {"loss", "metric", "output", "norm", "buffer", "param", "state"}
-        kept |= {"grad"} if self.settings.run.keep_gradients else set()
-        self.ranks = self._compiled(kept, self.settings.accumulate == 1, True, has_regions)
+        self.ranks, early = self._compiled(fuse)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
-        graphs = self._recorder(has_regions)
+        graphs = self._recorder(fuse is not None)
         if graphs is not None and isinstance(self.executor, SerialExecutor):
             self.executor.record_passes(graphs)
         self.inputs = Inputs(self.world, self.ranks, self.settings.accumulate)
         self.replacements = Replacements.of(self.ranks)
-        self._early: tuple[Executor, ...] = ()  # of the first microbatch, and of those between it and the last
-        passed = {"loss", "metric", "buffer", "acc"}
-        for is_first in (True, False)[: self.settings.accumulate - 1]:
-            if is_first or any(rank.prepared for rank in self.ranks):
-                early = self._compiled(passed, is_first, False, has_regions)
-                self._early = (*self._early, self.world.executor(self.roles, early, meter))
+        # of the first microbatch, and of those between it and the last
+        self._early: tuple[Executor, ...] = tuple(self.world.executor(self.roles, ranks, meter) for ranks in early)
 
-    def compile_regions(self) -> None:
-        """Compile the regions before the first step: until then a program may only be simulated, on a machine that
-        could not run it. All processes call it."""
+    def compile_regions(self, waits: bool = False) -> None:
+        """Compile the regions, or begin to, beside steps that run op by op until all processes have them (with `waits`
+        now). Not before the first step: until then a program may only be simulated, on a machine that could not run
+        it. All processes call it."""
         if self._has_regions or self.compiler.backend == "eager":
             return
-        self._build(self.executor.meter, True)
-        self._has_regions = True
+        if self.compiler.backend == "background" and not self._has_begun:
+            self._has_begun = True
+            self._begin_compiling()
+        if self._process is not None and self._is_pending(self._process, waits):
+            return
+        self._build(self.executor.meter, self.compiler.fuse)
+        self._has_regions, self._process = True, None
 
-    def _compiled(self, kept: set[str], is_first: bool, is_last: bool, has_regions: bool) -> tuple[Compiled, ...]:
+    def _begin_compiling(self) -> None:
+        """Begin to compile in a process of its own, if every process can, and has the memory for steps op by op."""
+        functions = list[RegionFunction]()
+
+        def note(rank: RankGraph, own: Sequence[int], device: torch.device, parts: Any, kept: Any) -> Any:
+            functions.extend(region_functions(rank, own, device, parts, kept))
+            return parts
+
+        self._compiled(note)
+        missing = {function.key: function for function in functions if function.key not in self.compiler.compiled}
+        needed = max(peak_bytes(role) for role in self.roles if set(role.devices) & set(self.world.devices))
+        fits = needed <= _MEMORY_SHARE * free_bytes(self.world.device)
+        process = begin_compiling(self.compiler, missing.values()) if missing and fits else None
+        if not on_any(self.world, process is None):
+            self._process = process
+        elif process is not None:
+            process.close()
+
+    def _is_pending(self, process: CompileProcess, waits: bool) -> bool:
+        """Whether any process still compiles. Regions run from the same step on everywhere, or replicas of a value
+        would diverge by rounding, so the processes ask each other: before early steps, and now and then."""
+        self._num_asked += 1
+        if waits:
+            process.wait()
+        elif self._num_asked > _ASKED and self._num_asked % _ASKED:
+            return True
+        if on_any(self.world, process.is_running):
+            return True
+        if failure := process.close():
+            _NOTES.warning("the process that compiles regions has failed (%s): they are compiled now", failure)
+        return False
+
+    def _compiled(self, fuse: Fuser | None) -> tuple[tuple[Compiled, ...], list[tuple[Compiled, ...]]]:
+        """The tasks of each local device in the last microbatch of a step, and in earlier ones."""
+        kept = {"loss", "metric", "output", "norm", "buffer", "param", "state"}
+        kept |= {"grad"} if self.settings.run.keep_gradients else set()
+        ranks = self._compiled_for(kept, self.settings.accumulate == 1, True, fuse)
+        passed = {"loss", "metric", "buffer", "acc"}
+        firsts = [
+            is_first
+            for is_first in (True, False)[: self.settings.accumulate - 1]
+            if is_first or any(rank.prepared for rank in ranks)
+        ]
+        return ranks, [self._compiled_for(passed, is_first, False, fuse) for is_first in firsts]
+
+    def _compiled_for(self, kept: set[str], is_first: bool, is_last: bool, fuser: Fuser | None) -> tuple[Compiled, ...]:
         """The tasks of each local device in a microbatch, with outputs of the kinds `kept`."""
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
             if id(rank) not in compiled:
                 own = [d for d in self.world.devices if d in rank.devices]
-                fuse = partial(self.compiler.fuse, rank, own, self.world.device) if has_regions else None
+                fuse = partial(fuser, rank, own, self.world.device) if fuser is not None else None
                 compiled[id(rank)] = compile_tasks(
                     rank, self.world.device, lambda kind, _: kind in kept, is_last, fuse, is_first
                 )
@@ -343,7 +407,7 @@ class Session:
     ) -> Simulation:
         """`run`, recorded: see `measured`. On a cluster all ranks call it, and all get the records of all ranks."""
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
-        self.compile_regions()
+        self.compile_regions(waits=True)
         recorder = Recorder(clock, len(self.ranks))
         usual_meter = self.executor.meter
         with self.world.guard():

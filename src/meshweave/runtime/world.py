@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -178,6 +179,13 @@ def boxes_of(layout: Layout, shape: Sequence[int], devices: Sequence[int]) -> li
 def home_of(model: nn.Module) -> torch.device | None:
     """The CUDA device of a model's parameters; None if they are elsewhere."""
     return next((x.device for x in model.parameters() if x.is_cuda), None)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory of a GPU that nobody has or PyTorch holds; of other devices: no limit."""
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def checked_device(device: torch.device | str) -> torch.device:

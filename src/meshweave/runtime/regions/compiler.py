@@ -20,7 +20,7 @@ from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.traits import FACTORIES, is_random
-from meshweave.ir.values import Values, local_values, ragged
+from meshweave.ir.values import Local, Values, local_values, ragged
 from meshweave.runtime.regions.cut import Fused, Parts, Region, cut, written_in_place
 
 # A region as a function of tensors, and its identity: equal regions have equal keys.
@@ -40,7 +40,7 @@ def _reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 # Ops whose kernels a compiler traces through, because these call ATen ops. It calls the kernels of other meshweave ops
 # as they are: random numbers wrap around in 64 bits, and squares are added in float64 in a particular order.
-_SEEN_INTO = {
+SEEN_INTO = {
     op: KERNELS[op]
     for op in (
         aten.native_layer_norm_backward.default,
@@ -120,7 +120,7 @@ def region_function(
         args, kwargs = map_nodes(node, lambda n: symbols[n] if n.target in SYMBOLS else place[n])
         if node.target in FACTORIES:
             kwargs = {**kwargs, "device": device}
-        calls.append(RegionCall(_SEEN_INTO.get(node.target, node.target), args, kwargs))
+        calls.append(RegionCall(SEEN_INTO.get(node.target, node.target), args, kwargs))
         place[node] = _Tensor(False, i)
     forms = tuple((x.shape, x.stride, x.dtype) for node in region.inputs for x in values[node])
     outputs = tuple(place[node].index for node in region.outputs if node not in region.written)
@@ -136,8 +136,8 @@ def _name(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
 
 
-BackendName = Literal["eager", "inductor", "auto"]
-BACKENDS: tuple[BackendName, ...] = ("eager", "inductor", "auto")
+BackendName = Literal["eager", "inductor", "background", "auto"]
+BACKENDS: tuple[BackendName, ...] = ("eager", "inductor", "background", "auto")
 
 _NOTES = logging.getLogger("meshweave")
 _SHOWN = 40  # most names of ops in a note
@@ -152,11 +152,14 @@ def checked_backend(name: str) -> BackendName:
 
 
 def backend_for(name: BackendName, device: torch.device, num_devices: int) -> BackendName:
-    """What "auto" is for a process that runs so many devices of a mesh: "inductor" for a GPU of its own, else "eager"
-    (a processor, where compiling takes longer than most runs last, and virtual devices)."""
+    """What "auto" is for a process that runs so many devices of a mesh: "background" for a GPU of its own (if PyTorch's
+    deterministic algorithms are on, "inductor": when compiled regions take over depends on time), else "eager" (a
+    processor, where compiling takes longer than most runs last, and virtual devices)."""
     if name != "auto":
         return name
-    return "inductor" if device.type == "cuda" and num_devices == 1 else "eager"
+    if device.type != "cuda" or num_devices > 1:
+        return "eager"
+    return "inductor" if torch.are_deterministic_algorithms_enabled() else "background"
 
 
 def load_inductor() -> Any:
@@ -222,24 +225,16 @@ class RegionCompiler:
         if self.backend == "eager":
             return parts
         local = {d: local_values(role, d) for d in devices}
-        values = local[devices[0]].values
-        sized = ragged(role)  # compiled shapes are static
-        nodes = {n for part in parts for n in part}
-        refused = {n for n in nodes if is_random(n.target) or n in sized or sized.intersection(n.all_input_nodes)}
+        refused = set[fx.Node]()
         while True:
-            steps = cut(parts, kept, values, lambda node: node not in refused)
-            steps = written_in_place(steps, _renewed(role) if len(devices) == 1 else {}, kept, values)
-            regions = [step for part in steps for step in part if isinstance(step, Region)]
-            functions = {
-                r: {d: region_function(r, x.values, x.symbols, device) for d, x in local.items()} for r in regions
-            }
+            steps, functions = _functions(role, local, device, parts, kept, refused)
             failed = [r for r, its in functions.items() if not self._compiles(r, its.values())]
             if not self.any_rank(bool(failed)):
                 break
             if self.any_rank(not failed):  # ranks that compile other regions would not stay replicas
                 return parts
             refused.update(n for r in failed for n in r.nodes)
-        known = {n for r in regions for n in r.outputs}
+        known = {n for r in functions for n in r.outputs}
         fused = {r: self._fused(r, its, known) for r, its in functions.items()}
         return [[fused[s] if isinstance(s, Region) else s for s in part] for part in steps]
 
@@ -260,18 +255,18 @@ class RegionCompiler:
             return function.compiled(inductor, self.joins_updates)
         except inductor.InvalidCxxCompiler:
             self.has_compiler = False
-            self._note("there is no C++ compiler, so ops run one by one (Inductor needs g++ or clang++, or $CXX)")
+            self.note("there is no C++ compiler, so ops run one by one (Inductor needs g++ or clang++, or $CXX)")
         except Exception as error:  # whatever fails in the compiler: the region can run op by op
             names = list(dict.fromkeys(op_name(n.target) for n in region.nodes))
             shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             what = str(error).strip().splitlines()[:1]
-            self._note(
+            self.note(
                 f"a region of {len(region.nodes)} ops runs one by one, for Inductor failed on it ({shown}; from "
                 f"{origin_of(region.nodes[0])}): {type(error).__name__}: {''.join(what)}"
             )
         return None
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
             _NOTES.warning(text)
@@ -287,6 +282,39 @@ class RegionCompiler:
         place = {node: i for i, node in enumerate(region.inputs)}
         written = tuple(place[region.written[n]] if n in region.written else -1 for n in region.outputs)
         return Fused(region.nodes, region.inputs, region.outputs, Runner(by_device, tuple(strides), written))
+
+
+def region_functions(
+    role: RankGraph, devices: Sequence[int], device: torch.device, parts: Parts, kept: Collection[fx.Node]
+) -> list[RegionFunction]:
+    """The functions that `RegionCompiler.fuse` compiles with the same arguments."""
+    local = {d: local_values(role, d) for d in devices}
+    _, functions = _functions(role, local, device, parts, kept, ())
+    return [function for its in functions.values() for function in its.values()]
+
+
+def _functions(
+    role: RankGraph,
+    local: Mapping[int, Local],
+    device: torch.device,
+    parts: Parts,
+    kept: Collection[fx.Node],
+    refused: Collection[fx.Node],
+) -> tuple[list[list[fx.Node | Region]], dict[Region, dict[int, RegionFunction]]]:
+    """The parts with regions in them, and what each region computes on each device. `refused` run by themselves, as do
+    random numbers and what has sizes that depend on data: compiled shapes are static."""
+    values = next(iter(local.values())).values
+    sized = ragged(role)
+
+    def is_compiled(node: fx.Node) -> bool:
+        return not (
+            node in refused or is_random(node.target) or node in sized or sized.intersection(node.all_input_nodes)
+        )
+
+    steps = cut(parts, kept, values, is_compiled)
+    steps = written_in_place(steps, _renewed(role) if len(local) == 1 else {}, kept, values)
+    regions = [step for part in steps for step in part if isinstance(step, Region)]
+    return steps, {r: {d: region_function(r, x.values, x.symbols, device) for d, x in local.items()} for r in regions}
 
 
 def _renewed(role: RankGraph) -> dict[fx.Node, fx.Node]:
