@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.processes import Job
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -353,3 +354,35 @@ def test_language_models_train_by_cuda_graphs(family: str, dtype: torch.dtype, m
     assert not counts["failed"]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(losses[True], losses[False], rtol=tolerance, atol=0)
+
+
+def job(pipe: Any, mesh: str) -> dict[str, Any]:
+    """Losses with recordings and without, and the values that both have trained."""
+    fake, plain = FakeGraphs(), session.Session._recorder
+    runs = []
+    for recorder in (lambda self, _: fake, plain):
+        session.Session._recorder = recorder  # type: ignore[method-assign, assignment]
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh())))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = mw.compile(
+            model,
+            loss=mse,
+            example=data(1)[0],
+            optimizer=optimizer,
+            mesh=mesh,
+            forward=lambda m, batch: m(batch["x"]),
+            profile="alpha-beta",
+        )
+        losses = [float(step(batch)) for batch in data(6)]
+        runs.append((losses, {name: x.tolist() for name, x in step.parameters().items()}))
+    return {"is_same": runs[0] == runs[1], "replays": fake.num_replays}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow_rows("dp=2")
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+def test_processes_record_what_they_compute_between_communications(start: Callable[..., Job], mesh: str) -> None:
+    for outcome in start(f"{__name__}:job", 2, mesh).finish(120):
+        assert outcome["is_same"], outcome
+        assert outcome["replays"] >= 12  # several in each of the last steps

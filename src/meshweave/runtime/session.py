@@ -126,11 +126,10 @@ class SessionSettings:
 
 
 def graphs_of(world: World, settings: SessionSettings) -> CudaGraphs | None:
-    """CUDA graphs, if steps may be recorded: on a GPU in a single process, if nothing of a pass is in use after it.
-    Between the communications of several processes they have not been tried on GPUs."""
-    is_alone = world.device.type == "cuda" and not world.is_distributed and len(world.devices) == 1
+    """CUDA graphs, if steps may be recorded: on a GPU of a process, if nothing of a pass is in use after it."""
+    is_own = world.device.type == "cuda" and len(world.devices) == 1
     is_last = settings.accumulate == 1 and not settings.run.keep_gradients
-    return CudaGraphs(world.device) if settings.run.cuda_graphs and is_alone and is_last else None
+    return CudaGraphs(world.device) if settings.run.cuda_graphs and is_own and is_last else None
 
 
 class Saves:
@@ -280,8 +279,9 @@ class Session:
         self._envs: list[Env] = []
 
     def _recorder(self, has_regions: bool) -> CudaGraphs | None:
-        """What records the passes of a step."""
-        if not has_regions or self.graphs is None or self.settings.accumulate > 1:
+        """What records the passes of a step. Before a recording a process waits for the device, and so for the others:
+        in the same order everywhere if all run the same graph, but not stages, which could wait for each other."""
+        if not has_regions or self.graphs is None or self.settings.accumulate > 1 or len(self.roles) > 1:
             return None
         return self.graphs if can_be_recorded(self.ranks[0]) else None
 
