@@ -200,10 +200,13 @@ def time_links(
     for place in link_places:
         for op in links.ops:
             curve: list[tuple[float, float]] = []
+            largest, is_late = received_bytes[-1], False
             for received, following in zip(received_bytes, [*received_bytes[1:], math.inf], strict=True):
+                if is_late and received < largest:
+                    continue  # the largest tells the rate: start-up may dominate all before it
                 size = local_bytes_of(op, place.size, received)
                 start = links.start(place, op, size)
-                links.sample(start, 1)
+                began += links.sample(start, 1)  # which also sets connections up
                 lead = 0 if on_gpu else lead_of(received)
                 first, elapsed = links.peers.most(
                     [min(links.sample(start, 1, lead) for _ in range(2)), time.perf_counter() - began]
@@ -213,8 +216,9 @@ def time_links(
                 is_held_out = received in held_out
                 cases.append((place, op, size, is_held_out, start, lead, repeats, rounds))
                 curve.append((received, first))
-                expected = along(curve, following) if len(curve) > 1 else first
-                if LEAST_ROUNDS * expected > effort.case_seconds or (elapsed > effort.most_seconds and len(curve) > 1):
+                is_late = elapsed > effort.most_seconds and len(curve) > 1
+                expected = along(curve, largest if is_late else following) if len(curve) > 1 else first
+                if LEAST_ROUNDS * expected > effort.case_seconds:
                     break
     samples: list[list[float]] = [[] for _ in cases]
     for turn in effort.turns(max((case[-1] for case in cases), default=0), began, links.peers):
