@@ -9,8 +9,9 @@ under the same handicap. With --device cpu the same runs over Gloo, with a small
 Every case is a job of its own, which trains a small model on a mesh and the same model eagerly on the same device: in
 float32, in bfloat16 autocast, with passes that rewrite, with accumulation, from a checkpoint of another mesh, and with
 a rank that is killed. Cases run at the same time, as many as there are cores for. A region that Inductor refuses is a
-failure. --check: cases only. Then every way to train is a job; all start at once and take their steps in turns
-(step_time.py), ours without profile, pass or flag.
+failure. On GPUs the same steps run twice again, with CUDA graphs between the communications and without: shown is how
+their losses differ from the first ones. --check: cases only. Then every way to train is a job; all start at once and
+take their steps in turns (step_time.py), ours without profile, pass or flag, once its regions are compiled.
 
 --json: one object with `failures`, `worst_ratio` and the rows. --quick: fewer cases. --write: results/nccl.md. The exit
 status is 1 if a case fails.
@@ -42,11 +43,12 @@ import meshweave as mw
 from meshweave.cost.hardware import profile_of_device
 from meshweave.errors import MeshweaveError
 from meshweave.passes import Decompose, Overlap, Split
+from meshweave.runtime import session
 from meshweave.runtime.cluster import init_from_env, shutdown
 
 SCRIPT = str(Path(__file__).resolve())
 TABLE = Path(__file__).parent / "results" / "nccl.md"
-STEPS = 3
+STEPS = {"cpu": 3, "cuda": 6}  # there the third is recorded, and later ones are replayed
 SAME, SAME_NARROW = 1e-6, 2e-2  # relative errors of losses: float32, bfloat16
 NOTICED_S = 30.0  # in which the death of a rank is an error on the others
 # Passes that run whether or not a step gains by them; by default those that gain.
@@ -125,11 +127,12 @@ CASES = {
 def check(case: Case, folder: str) -> dict[str, Any]:
     """Losses of a case, and those of eager PyTorch on the same device."""
     device = torch.device(case.device)
-    config = Config("", 4, case.family, layers=2, hidden=128, vocabulary=256, sequence=32)
+    config = config_of(case)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
     draw = torch.Generator().manual_seed(1)
-    batches = [torch.randint(config.vocabulary, (8, config.sequence), generator=draw) for _ in range(STEPS)]
+    num_steps = STEPS[device.type]
+    batches = [torch.randint(config.vocabulary, (8, config.sequence), generator=draw) for _ in range(num_steps)]
     batches = [batch.to(device) for batch in batches]
     model = make_model(config).to(device)
     expected = eager_losses(copy.deepcopy(model), batches, case)
@@ -139,7 +142,7 @@ def check(case: Case, folder: str) -> dict[str, Any]:
     row: dict[str, Any] = {"first_loss_s": time.perf_counter() - began}
     if case.kills:
         return row | killed(step, batches[1])
-    losses += [float(step(inputs(batch))) for batch in batches[1 : STEPS - bool(case.then)]]
+    losses += [float(step(inputs(batch))) for batch in batches[1 : num_steps - bool(case.then)]]
     notes = list(step.session.compiler.notes)
     if case.then:
         step.save(str(Path(folder) / "step"))
@@ -148,7 +151,24 @@ def check(case: Case, folder: str) -> dict[str, Any]:
         losses.append(float(step(inputs(batches[-1]))))
         notes += step.session.compiler.notes
     error = max(abs(own / reference - 1) for own, reference in zip(losses, expected, strict=True))
-    return row | {"error": error, "notes": notes, "failure": failure_of(case, error, notes)}
+    row |= {"error": error, "notes": notes, "failure": failure_of(case, error, notes)}
+    return row | ({"recorded": recorded(case, batches, losses)} if device.type == "cuda" and not case.then else {})
+
+
+def recorded(case: Case, batches: Sequence[Tensor], losses: Sequence[float]) -> str:
+    """How losses of the same steps differ if CUDA graphs are recorded between communications, and if they are not."""
+    session.IN_JOBS = True
+    shown = []
+    for cuda_graphs in (True, False):
+        config = config_of(case)
+        step = compiled(make_model(config).to(case.device), case, case.mesh, batches[0], cuda_graphs=cuda_graphs)
+        found = [float(step(inputs(batch))) for batch in batches]
+        shown.append(f"{max(abs(own / before - 1) for own, before in zip(found, losses, strict=True)):.0e}")
+    return " / ".join(shown)
+
+
+def config_of(case: Case) -> Config:
+    return Config("", 4, case.family, layers=2, hidden=128, vocabulary=256, sequence=32)
 
 
 def failure_of(case: Case, error: float, notes: Sequence[str]) -> str:
@@ -166,7 +186,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
 
-def compiled(model: nn.Module, case: Case, mesh: str, batch: Tensor) -> mw.TrainStep:
+def compiled(model: nn.Module, case: Case, mesh: str, batch: Tensor, *, cuda_graphs: bool = True) -> mw.TrainStep:
     optional: dict[str, Any] = {"plan": case.plan, "passes": REWRITES.get(case.passes)}
     return mw.compile(
         model,
@@ -179,6 +199,7 @@ def compiled(model: nn.Module, case: Case, mesh: str, batch: Tensor) -> mw.Train
         accumulate=case.accumulate,
         precision=torch.bfloat16 if case.is_narrow else None,
         device=case.device,
+        run=mw.RunOptions(backend="inductor" if case.device == "cuda" else "eager", cuda_graphs=cuda_graphs),
         **{name: value for name, value in optional.items() if value},
     )
 
@@ -260,16 +281,18 @@ def rows_of(num_ranks: int, device: str, is_quick: bool) -> tuple[Row, ...]:
 
 
 def text_of(checked: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]], device: str) -> str:
+    """The page of results/nccl.md."""
     lines = [
         "# Ranks that share a GPU, over NCCL",
         "",
         f"`python benchmarks/nccl.py`, {device}, torch {torch.__version__}.",
         "",
-        "| case | largest relative error of losses | first loss s | fails |",
-        "|---|---|---|---|",
+        "| case | largest relative error of losses | first loss s | with CUDA graphs / the same again | fails |",
+        "|---|---|---|---|---|",
     ]
     for row in checked:
         numbers = (f"{row['error']:.1e}", f"{row['first_loss_s']:.0f}") if "first_loss_s" in row else ("", "")
+        numbers = (*numbers, row.get("recorded", ""))
         lines.append(
             f"| {' | '.join((row['case'], *numbers, row['failure'].splitlines()[0] if row['failure'] else ''))} |"
         )

@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -100,8 +100,22 @@ def compare(link: Link, rows: Sequence[Row], cache: str, at_once: int = 1) -> li
             told = (STEP_TIME, "--worker", json.dumps(asdict(row.config)), "--cache", cache, "--variant")
             jobs.append({n: stack.enter_context(link.talk(*told, n)) for n in variants(row.config)})
             starts.append({name: starting.submit(job.ask, START) for name, job in jobs[-1].items()})
-        begun = [{name: start.result() for name, start in own.items()} for own in starts]
-        return [_row(link, *each) for each in zip(rows, jobs, begun, strict=True)]
+        begun = [_begun(own) for own in starts]
+        own_jobs = [{name: its[name] for name in names} for its, names in zip(jobs, begun, strict=True)]
+        return [_row(link, *each) for each in zip(rows, own_jobs, begun, strict=True)]
+
+
+def _begun(starts: dict[str, Future[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The first answers of the ways of a row. A peer that fails to start is left out, with its error on stderr."""
+    begun = {}
+    for name, start in starts.items():
+        try:
+            begun[name] = start.result()
+        except RuntimeError as error:
+            if name.startswith(OURS):
+                raise
+            print(error, file=sys.stderr, flush=True)
+    return begun
 
 
 def _row(link: Link, row: Row, jobs: dict[str, Job], starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -121,7 +135,8 @@ def _row(link: Link, row: Row, jobs: dict[str, Job], starts: dict[str, dict[str,
         "losses": {name: [step["loss"] for step in (starts[name], *steps[name])] for name in names},
         "starts": {name: start["seconds"] for name, start in starts.items()},
         "peaks": {name: end.pop("peak_bytes") for name, end in ends.items()},
-        "collectives": {name: end.pop("collectives") for name, end in ends.items()}, **ends[OURS],
+        "collectives": {name: end.pop("collectives") for name, end in ends.items()},
+        "sent_bytes": {name: end.pop("sent_bytes", 0) for name, end in ends.items()}, **ends[OURS],
     }  # fmt: skip
 
 
@@ -162,6 +177,11 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{middle * 1e3:.0f} ({low * 1e3:.0f} - {high * 1e3:.0f})"
 
 
+def _sent(row: dict[str, Any], name: str) -> str:
+    size = row["sent_bytes"][name]
+    return f"{row['collectives'][name]}, {size / 1e6:.0f} MB" if size else str(row["collectives"][name])
+
+
 def page(rows: Sequence[dict[str, Any]]) -> str:
     parts = [
         "# Steps as they come, against peers",
@@ -181,7 +201,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             cells = (
                 row["link"], str(row["num_ranks"]), row["config"], name, _spread(seconds),
                 f"{row['medians'][name] / best:.2f}", f"{predicted * 1e3:.0f}" if predicted else "",
-                f"{row['starts'][name]:.1f}", str(row["collectives"][name]), f"{row['peaks'][name] / 1e9:.2f}",
+                f"{row['starts'][name]:.1f}", _sent(row, name), f"{row['peaks'][name] / 1e9:.2f}",
                 f"{row['load']:.1f}",
             )  # fmt: skip
             parts.append(f"| {' | '.join(cells)} |")

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 import meshweave as mw
 from meshweave.ir.collectives import COLLECTIVES
@@ -141,7 +144,11 @@ def ours(config: Config, num_ranks: int, backend: BackendName) -> Step:
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     parameters = [*model.parameters()]
-    return torch.optim.AdamW(parameters, lr=1e-4) if parameters[0].is_cuda else torch.optim.SGD(parameters, lr=LR)
+    if not parameters[0].is_cuda:
+        return torch.optim.SGD(parameters, lr=LR)
+    # A group is updated by ops on lists, in which torch has no DTensors beside tensors (TP leaves some tensors).
+    kinds = [[p for p in parameters if isinstance(p, DTensor) is kind] for kind in (True, False)]
+    return torch.optim.AdamW([{"params": own} for own in kinds if own], lr=1e-4)
 
 
 def _trained(model: nn.Module, rows: slice, accumulate: int = 1) -> Step:
@@ -263,6 +270,8 @@ def worker(config: Config, variant: str) -> None:
     while _asked(rank) != END:
         gc.collect()
         if step is not None:  # caches are cold after the turns of other jobs, and training takes step after step
+            if variant == OURS:
+                step.compiled.session.compile_regions(waits=True)  # type: ignore[attr-defined]
             step(next(source))
         batch = next(source)
         dist.barrier()
@@ -274,19 +283,30 @@ def worker(config: Config, variant: str) -> None:
     own = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.tensor(own, dtype=torch.int64)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    sent = {} if step is None else {"collectives": num_collectives(step, next(source))}
-    _answer(rank, {"peak_bytes": int(peak), **sent, **(described(step.compiled) if variant == OURS else {})})  # type: ignore[union-attr]
+    counts = {} if step is None else sent(step, next(source))
+    _answer(rank, {"peak_bytes": int(peak), **counts, **(described(step.compiled) if variant == OURS else {})})  # type: ignore[union-attr]
     shutdown()
 
 
-def num_collectives(step: Step, batch: Tensor) -> int:
-    """Of a step: those of our program, or the calls of a peer."""
-    if hasattr(step, "compiled"):
-        (role,) = (role for role in step.compiled.program.roles if dist.get_rank() in role.devices)
-        return sum(node.target in COLLECTIVES for node in role.graph.nodes)
+_BYTES = {"BFloat16": 2, "Half": 2, "Float": 4, "Int": 4, "Double": 8, "Long": 8}
+
+
+def sent(step: Step, batch: Tensor) -> dict[str, int]:
+    """Collectives of a step, over NCCL with the bytes of the larger of operand and result: as torch's profiler sees
+    them (over Gloo it does not see all of ours, which are those of the program)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(batch)
-    return sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::"))
+    with TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace")
+        events = json.loads(Path(f"{folder}/trace").read_text())["traceEvents"]
+    calls = [e["args"] for e in events if e["name"] == "record_param_comms" and e["args"]["Collective name"] != "wait"]
+    if calls:
+        sizes = [max(c["In msg nelems"], c["Out msg nelems"]) * _BYTES.get(c["dtype"], 1) for c in calls]
+        return {"collectives": sum(map(bool, sizes)), "sent_bytes": sum(sizes)}
+    if hasattr(step, "compiled"):
+        (role,) = (role for role in step.compiled.program.roles if dist.get_rank() in role.devices)
+        return {"collectives": sum(node.target in COLLECTIVES for node in role.graph.nodes)}
+    return {"collectives": sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::"))}
 
 
 def _asked(rank: int) -> str:

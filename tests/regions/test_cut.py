@@ -144,5 +144,5 @@ def test_what_a_compiler_must_not_see_runs_by_itself() -> None:
 
 
 def test_an_unknown_backend_is_an_error() -> None:
-    with pytest.raises(MeshweaveError, match="eager, inductor, auto"):
+    with pytest.raises(MeshweaveError, match="eager, inductor, background, auto"):
         checked_backend("aot")

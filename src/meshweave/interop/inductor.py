@@ -56,12 +56,18 @@ def backward_compiled_with_forward() -> AbstractContextManager[Any]:
 
 
 def compile_graph(
-    function: Callable[..., Any], forms: Sequence[Form], device: torch.device, *, joins_kernels: bool = False
+    function: Callable[..., Any],
+    forms: Sequence[Form],
+    device: torch.device,
+    *,
+    joins_kernels: bool = False,
+    is_tuned: bool = True,
 ) -> Callable[[list[Any]], list[Any]]:
     """A function of tensors, without autograd and without effects, compiled for operands of these forms (shape, stride,
     dtype) on a device. The compiled function takes a list, which it empties, so that it can free an operand after its
     last use; results have the strides of `function`'s results. joins_kernels: on a GPU, independent loops become a
     single kernel, as for an update of many parameters, where launching kernels takes longer than running them.
+    is_tuned: on a GPU, kernels are chosen by trying them, also where the order of a sum depends on the choice.
 
     Raises any error of Inductor, InvalidCxxCompiler if there is no compiler.
     """
@@ -77,6 +83,7 @@ def compile_graph(
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     own = {"emulate_precision_casts": True}  # rounds where ops round: results do not depend on fusion
     own |= {"combo_kernels": True} if joins_kernels and device.type == "cuda" else {}
+    own |= {"deterministic": True} if not is_tuned and device.type == "cuda" else {}
     context = TracingContext(mode)
     with config.patch(own), torch.no_grad(), tracing(context), V.set_fake_mode(mode):
         compiled: Any = compile_fx_inner(traced, inputs, is_inference=True)

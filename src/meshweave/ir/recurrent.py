@@ -22,7 +22,8 @@ def _run(
     x: Tensor, hidden: Tensor, cell: Tensor, weights: list[Tensor], kind: str, is_reverse: bool, is_trained: bool
 ) -> list[Tensor]:
     """Only with `is_trained` does cuDNN keep what backward needs."""
-    state: Any = [hidden[None], cell[None]] if kind == "lstm" else hidden[None]
+    first = hidden[None].contiguous()  # cuDNN takes no other
+    state: Any = [first, cell[None].contiguous()] if kind == "lstm" else first
     sequence = x.flip(0) if is_reverse else x
     out, *last = KINDS[kind](sequence, state, weights, len(weights) > 3, 1, 0.0, is_trained, False, False)
     return [out.flip(0) if is_reverse else out.contiguous(), *(h.squeeze(0) for h in last)]

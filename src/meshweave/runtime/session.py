@@ -37,6 +37,7 @@ from meshweave.runtime.recorded import can_be_recorded
 from meshweave.runtime.regions.compile_process import CompileProcess, begin_compiling
 from meshweave.runtime.regions.compiler import (
     BackendName,
+    Kernels,
     RegionCompiler,
     RegionFunction,
     backend_for,
@@ -57,6 +58,10 @@ Done = Callable[[bool], None] | None
 Fuser = Callable[[RankGraph, Sequence[int], torch.device, Any, Any], Sequence[Sequence[Any]]]
 _MEMORY_SHARE = 0.8  # of the memory that is free: steps op by op also have the allocator's gaps and kernels' scratch
 _ASKED = 16  # steps, before each of which processes ask each other for compiled regions; then once in so many
+# Whether processes of a job record, too, between their communications. With kernels that each process had tuned for
+# itself two of four cases gave other bits than single launches (NVIDIA H200, torch 2.11, 2026-11). Kernels of jobs are
+# not tuned any more, but nobody has tried again (benchmarks/nccl.py does).
+IN_JOBS = False
 _NOTES = logging.getLogger("meshweave")
 # The user's calls that return full tensors of each kind.
 _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state", "grad": "gradients"}
@@ -127,7 +132,7 @@ class SessionSettings:
 
 def graphs_of(world: World, settings: SessionSettings) -> CudaGraphs | None:
     """CUDA graphs, if steps may be recorded: on a GPU of a process, if nothing of a pass is in use after it."""
-    is_own = world.device.type == "cuda" and len(world.devices) == 1
+    is_own = world.device.type == "cuda" and len(world.devices) == 1 and (IN_JOBS or not world.is_distributed)
     is_last = settings.accumulate == 1 and not settings.run.keep_gradients
     return CudaGraphs(world.device) if settings.run.cuda_graphs and is_own and is_last else None
 
@@ -256,7 +261,8 @@ class Session:
         )
         self.graphs: CudaGraphs | None = graphs_of(world, settings) if share is None else share.graphs
         if share is None:
-            self.compiler.joins_updates = self.graphs is None  # the host launches each kernel
+            # the host launches each kernel; replicas of a value must be equal
+            self.compiler.kernels = Kernels(self.graphs is None, world.is_distributed)
         self._has_regions = False
         self._process: CompileProcess | None = None
         self._has_begun, self._num_asked = False, 0

@@ -22,7 +22,7 @@ from weakref import finalize
 
 from meshweave.interop import inductor_settings
 from meshweave.interop.ops import find_operator, is_operator
-from meshweave.runtime.regions.compiler import SEEN_INTO, RegionCompiler, RegionFunction, load_inductor
+from meshweave.runtime.regions.compiler import SEEN_INTO, Kernels, RegionCompiler, RegionFunction, load_inductor
 
 _RUN = "from meshweave.runtime.regions import compile_process as it; it.main()"
 _SHOWN = 300  # characters of what a process said that failed
@@ -36,7 +36,7 @@ def begin_compiling(compiler: RegionCompiler, functions: Collection[RegionFuncti
     if settings is None:
         return None
     try:
-        return CompileProcess(functions, compiler.joins_updates, settings)
+        return CompileProcess(functions, compiler.kernels, settings)
     except (pickle.PicklingError, AttributeError, TypeError, OSError) as error:
         compiler.note(f"regions are compiled before the first step, not beside steps ({type(error).__name__}: {error})")
         return None
@@ -45,9 +45,9 @@ def begin_compiling(compiler: RegionCompiler, functions: Collection[RegionFuncti
 class CompileProcess:
     """A process that compiles functions for the cache. It ends with them, or with this process."""
 
-    def __init__(self, functions: Collection[RegionFunction], joins_updates: bool, settings: dict[str, Any]) -> None:
+    def __init__(self, functions: Collection[RegionFunction], kernels: Kernels, settings: dict[str, Any]) -> None:
         """`settings` of `interop.inductor_settings`. Raises what pickle raises for what has no form of bytes."""
-        message = pickle.dumps((os.getpid(), settings, joins_updates, [_dumped(function) for function in functions]))
+        message = pickle.dumps((os.getpid(), settings, kernels, [_dumped(function) for function in functions]))
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _RUN],
             stdin=subprocess.PIPE,
@@ -105,14 +105,14 @@ class _Unpickler(pickle.Unpickler):
 
 def main() -> None:
     """Compile what stdin has. What fails is left to the process that asks: it says so to the user."""
-    parent, settings, joins_updates, functions = pickle.load(sys.stdin.buffer)
+    parent, settings, kernels, functions = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     os.nice(_NICE)
     inductor = load_inductor()
     with inductor_settings.with_settings(settings):
         for data in functions:
             try:
-                _Unpickler(BytesIO(data)).load().compiled(inductor, joins_updates)
+                _Unpickler(BytesIO(data)).load().compiled(inductor, kernels)
             except Exception as error:  # whatever fails, others are compiled
                 print(f"{type(error).__name__}: {error}", file=sys.stderr)
 

@@ -71,6 +71,17 @@ class RegionCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Kernels:
+    """How a GPU's kernels are made. `join_updates`: loops of an update become a few kernels: slower than single kernels
+    (1.05 of 2.85 TB/s for 16 parameters of 0.8 million elements, NVIDIA H100, torch 2.11, 2026-11), but launched sooner
+    by a host that launches each kernel. `are_equal_on_ranks`: sums are in the same order in every process, whatever
+    would be fastest at the moment."""
+
+    join_updates: bool = True
+    are_equal_on_ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RegionFunction:
     """What a region computes on a device, without the names of its nodes: calls in order, whose arguments are inputs,
     results of earlier calls, and numbers. Equal `key`s: equal functions of equal inputs."""
@@ -93,11 +104,12 @@ class RegionFunction:
             inputs[i].copy_(results[result])
         return tuple(results[i] for i in self.outputs)
 
-    def compiled(self, inductor: Any, joins_updates: bool) -> CompiledFunction:
-        """The function compiled by `interop.inductor`. Raises what that raises. `joins_updates`: if it updates
-        parameters, its loops become a few kernels, on a GPU."""
-        joins = joins_updates and bool(self.writes)
-        compiled: CompiledFunction = inductor.compile_graph(self, self.forms, self.device, joins_kernels=joins)
+    def compiled(self, inductor: Any, kernels: Kernels) -> CompiledFunction:
+        """The function compiled by `interop.inductor`. Raises what that raises."""
+        joins = kernels.join_updates and bool(self.writes)
+        compiled: CompiledFunction = inductor.compile_graph(
+            self, self.forms, self.device, joins_kernels=joins, is_tuned=not kernels.are_equal_on_ranks
+        )
         return compiled
 
 
@@ -205,14 +217,12 @@ def _restrided(x: Tensor, stride: Shape) -> Tensor:
 class RegionCompiler:
     """Compiles for a step and its variants. `compiled` are the functions by the region's key, None if the compiler
     failed; `notes` say what failed. `any_rank(flag)` is whether any rank of the job passes True: all ranks decide
-    equally, or replicas of a value would diverge. `joins_updates`: loops of an update become a few kernels on a GPU:
-    slower than single kernels (1.05 of 2.85 TB/s for 16 parameters of 0.8 million elements, NVIDIA H100, torch 2.11,
-    2026-11), but launched sooner by a host that launches each kernel.
+    equally, or replicas of a value would diverge.
     """
 
     backend: BackendName = "eager"
     any_rank: Callable[[bool], bool] = lambda flag: flag
-    joins_updates: bool = True
+    kernels: Kernels = field(default_factory=Kernels)
     compiled: dict[str, CompiledFunction | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     has_compiler: bool = True
@@ -252,7 +262,7 @@ class RegionCompiler:
             return None
         inductor = load_inductor()
         try:
-            return function.compiled(inductor, self.joins_updates)
+            return function.compiled(inductor, self.kernels)
         except inductor.InvalidCxxCompiler:
             self.has_compiler = False
             self.note("there is no C++ compiler, so ops run one by one (Inductor needs g++ or clang++, or $CXX)")
