@@ -92,6 +92,7 @@ def test_every_pair_of_placements_arrives(spec):
             assert last == target
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch merges other steps")
 def test_the_planners_do_as_dtensor_does_on_a_mesh_with_process_groups():
     """Greedy steps and merged steps are those of DTensor in a (fake) world where every set of axes is flattened."""
     mesh, pairs = Mesh("a=2,b=2,c=2"), legal_pairs(Mesh("a=2,b=2,c=2"))[::17]
