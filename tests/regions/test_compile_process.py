@@ -17,6 +17,7 @@ from tests.regions.test_backend import MODELS, assert_alike, num_regions, traine
 import meshweave as mw
 from meshweave.interop import inductor, inductor_settings
 from meshweave.runtime import session
+from meshweave.runtime.regions.compile_process import shared_out
 from meshweave.runtime.regions.compiler import backend_for
 
 MOST_SECONDS = 240.0
@@ -135,6 +136,14 @@ def test_a_process_ends_with_the_one_that_asked() -> None:
     del step
     gc.collect()
     assert process.wait(10.0) == -signal.SIGKILL
+
+
+def test_ranks_of_a_host_begin_with_different_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    regions: Any = list("abcdef")
+    assert shared_out(regions) == regions
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert shared_out(regions) == list("cdefab")
 
 
 def job(pipe: Any) -> dict[str, Any]:

@@ -36,10 +36,18 @@ def begin_compiling(compiler: RegionCompiler, functions: Collection[RegionFuncti
     if settings is None:
         return None
     try:
-        return CompileProcess(functions, compiler.kernels, settings)
+        return CompileProcess(shared_out(list(functions)), compiler.kernels, settings)
     except (pickle.PicklingError, AttributeError, TypeError, OSError) as error:
         compiler.note(f"regions are compiled before the first step, not beside steps ({type(error).__name__}: {error})")
         return None
+
+
+def shared_out(functions: list[RegionFunction]) -> list[RegionFunction]:
+    """The functions, from those on that fall to this rank of its host: most are also those of the others, whose
+    processes have compiled them when this one comes to them."""
+    rank, num_ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    first = rank * len(functions) // max(1, num_ranks)
+    return functions[first:] + functions[:first]
 
 
 class CompileProcess:
