@@ -35,6 +35,7 @@ def steps_until_compiled(step: mw.TrainStep, batch: Any) -> int:
     raise AssertionError
 
 
+@pytest.mark.slow
 def test_steps_run_op_by_op_until_regions_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_here: list[Any] = []
     lower = inductor.compile_fx_inner
