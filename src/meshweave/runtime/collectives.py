@@ -165,9 +165,13 @@ def _native_all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
 
 
 def _native_all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    out = _countable(x).clone()
-    work = dist.all_reduce(out, _REDUCE[args[0]], group.process_group, async_op=True)
-    return Pending((work,), (out,), lambda: out.view(x.dtype))
+    return native_all_reduce_in_place(group, x.clone(), args)
+
+
+def native_all_reduce_in_place(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
+    """An all-reduce whose result is in the memory of the operand."""
+    work = dist.all_reduce(_countable(x), _REDUCE[args[0]], group.process_group, async_op=True)
+    return Pending((work,), (x,), lambda: x)
 
 
 def _native_reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:

@@ -26,7 +26,7 @@ from meshweave.ir.collectives import (
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.background import Background, wait_all
-from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending
+from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending, native_all_reduce_in_place
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.messages import Messages, bytes_of, dense
 from meshweave.runtime.watch import POLL, ConnectionLost
@@ -137,10 +137,12 @@ class ClusterCommunicator:
             return operand
         self.check()
         x = dense(operand)
+        is_free = op is ALL_REDUCE.op and (is_owned or x is not operand) and is_unshared(x)
         if self._is_long(op, group, x):
-            is_free = (is_owned or x is not operand) and is_unshared(x)
             return self._begin(lambda: self._two_rounds(group, x, args, is_free))
         begin = (NATIVE if self.is_native else MOVED)[op]
+        if is_free and self.is_native:
+            begin = native_all_reduce_in_place
         return self._begin(lambda: begin(group, x, args))
 
     def _is_long(self, op: Any, group: Group, x: Tensor) -> bool:
