@@ -218,14 +218,28 @@ def test_gradients_are_reduced_once_whatever_the_number_of_microbatches(mesh: st
                    phase in ("backward", "reduce")) == expected  # fmt: skip
 
 
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+
+
+def convolutions() -> nn.Module:
+    """With norms, whose gradients are results of a single op."""
+    convolved = [nn.Unflatten(1, (64, 2, 2)), nn.Conv2d(64, 256, 3, padding=1), nn.GroupNorm(1, 256), nn.ReLU()]
+    summed = [nn.Conv2d(256, 256, 3, padding=1), nn.Flatten(1), nn.LayerNorm(1024), nn.Linear(1024, 256)]
+    return nn.Sequential(*convolved, *summed)
+
+
+@pytest.mark.parametrize("network", [dense, convolutions])
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
-def test_few_rows_are_not_gathered_in_each_microbatch_instead_of_one_reduction(mesh: str) -> None:
+def test_few_rows_are_not_gathered_in_each_microbatch_instead_of_one_reduction(
+    mesh: str, network: Callable[[], nn.Module]
+) -> None:
     """A weight's gradient may be computed of gathered rows, which are smaller than it: for one microbatch, not many."""
     (batch,) = batches(1, (64, 256), (64, 256))
     counts = []
     for accumulate in (1, 16):
-        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
-        rows = {n: t[: 4 * accumulate] for n, t in batch.items()}
+        model = network()
+        rows = {n: t[: 2 * accumulate] for n, t in batch.items()}
         step = mw.compile(
             model, loss=mse, example=rows, mesh=mesh, profile="h100", accumulate=accumulate,
             forward=lambda m, b: m(b["x"]),
@@ -234,7 +248,8 @@ def test_few_rows_are_not_gathered_in_each_microbatch_instead_of_one_reduction(m
     alone, accumulated = ({key: n for key, n in found.items() if key[1] == "backward"} for found in counts)
     assert alone
     assert not any("gather" in op for op, _ in accumulated)
-    assert reductions(counts[1]) == 4
+    assert reductions(counts[1]) == len(list(model.parameters()))
+    assert counts[1]["all_gather_into_tensor", "forward"] <= 16 * counts[0]["all_gather_into_tensor", "forward"]
 
 
 KEEP = mw.Plan.fsdp("fsdp") + mw.Plan.keep("*")

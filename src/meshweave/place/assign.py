@@ -261,11 +261,11 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class OpPrices:
-    """Seconds of moves of operands and of results (of a gradient a share, if it is reduced once for several
+    """Seconds of moves of operands and of each result (of a gradient a share, if it is reduced once for several
     microbatches), and the rates of work."""
 
     operands: Price
-    results: Price
+    results: tuple[Price, ...]
     rates: Rates = default_rates
 
 
@@ -292,11 +292,11 @@ def cheapest(
     for option in candidates(rule, mesh, [h.layouts for h in operands], specs, results, (*wanted, *proposed)):
         cost = sum(_fetch(h, layout, prices.operands) for h, layout in zip(operands, option.operands, strict=True))
         if wanted:
-            cost += sum(prices.results(option.results[0], layout, results[0]) for layout in wanted)
+            cost += sum(prices.results[0](option.results[0], layout, results[0]) for layout in wanted)
         else:
             ends = [home(rule, i, operands) or _resolve(r) for i, r in enumerate(option.results)]
-            moves = (way for way in zip(option.results, ends, results, strict=True) if way[0] != way[1])
-            cost += sum(prices.results(*move) for move in moves)
+            ways = zip(prices.results, option.results, ends, results, strict=True)
+            cost += sum(price(result, end, spec) for price, result, end, spec in ways if result != end)
         cost += _repeated_seconds(rule, option, mesh, results, prices.rates)
         moved = sum(layout not in h.layouts for h, layout in zip(operands, option.operands, strict=True))
         rank = (round(cost * _TICKS), moved, sum(len(r.partial) for r in option.results))

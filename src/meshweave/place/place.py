@@ -30,7 +30,7 @@ from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ir.verify import check_captured
-from meshweave.ops.registry import result_specs, row_for
+from meshweave.ops.registry import result_specs, results_of, row_for
 from meshweave.place.assign import Assignment, Operand, OpPrices, Price, as_asked, cheapest, follow_result, homes
 from meshweave.place.decide import Placement
 from meshweave.place.forms import Forms, due_at_casts
@@ -361,19 +361,21 @@ class _Placer:
         due = [due for value in (node, *self.sums.of_gradient.get(node, ())) for due, _ in self.due.get(value, ())]
         # A sum of gradients has the layout of its operands; it is moved in the last microbatch.
         wanted = operands[0].layouts if node in self.sums.operands else tuple(dict.fromkeys(due))
-        is_part = node in self.sums.parts and (bool(wanted) or self.sums.where == "whole")
+        is_summed = bool(wanted) or self.sums.where == "whole"
+        parts = tuple(is_summed and result in self.sums.parts for result in results_of(node))
         proposed = () if wanted else proposed_by_users(node, mesh, self.forms.is_created_on_demand, self._layout_of)
         if not wanted:
             proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
         named = key_of(node) if node.target in BY_ROWS else ""
         attention = self.placement.attention
-        once = (self.sums.where, self.sums.microbatches) if is_part else None
+        once = (self.sums.where, self.sums.microbatches, parts) if any(parts) else None
         fixed = (node.target, str(map_nodes(node, lambda n: None)), node.meta["spec"], mesh, named, attention, once)
         key = (*fixed, tuple(operands), wanted, proposed)
         if key not in self.decided:
             rule = as_asked(row_for(node).rule(node), attention)
             specs = result_specs(node)
-            prices = OpPrices(self.price, self.sums.price(self.price) if is_part else self.price, self.rates)
+            moved = tuple(self.sums.price(self.price) if is_part else self.price for is_part in parts)
+            prices = OpPrices(self.price, moved, self.rates)
             self.decided[key] = cheapest(rule, mesh, operands, specs, prices, wanted, proposed)
         return self.decided[key]
 
