@@ -114,7 +114,7 @@ def test_what_depends_on_the_batch_stays(kind: str, is_moved: bool) -> None:
     assert order(prefetch(w.role(("loss", x)), 1)) == (moved if is_moved else still)
 
 
-def test_what_depends_on_a_communication_stays() -> None:
+def test_steps_after_a_communication_start_ahead_too() -> None:
     w = Written()
     x, a, b = w.input("x", "batch"), w.input("a", rows=2), w.input("b", rows=2)
     w.at = Origin("forward", "layers.0")
@@ -122,7 +122,7 @@ def test_what_depends_on_a_communication_stays() -> None:
     w.at = Origin("forward", "layers.1")
     own = w.wait("own", w.scatter("scatter", w.wait("near", w.gather("far", b))))
     x = w.mm("mm_1", x, w.wait("full_1", w.gather("gather_1", own)))
-    ahead = "gather_0 far full_0 mm_0 near scatter own gather_1 full_1 mm_1"
+    ahead = "gather_0 far near scatter own gather_1 full_0 mm_0 full_1 mm_1"
     assert order(prefetch(w.role(("loss", x)), 1)) == ahead
 
 

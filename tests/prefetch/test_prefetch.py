@@ -100,6 +100,26 @@ def test_it_hides_what_it_can() -> None:
     assert late[1] < 0.5 * late[0]
 
 
+def test_every_step_of_a_gather_has_the_time_of_a_block() -> None:
+    """State over two axes is gathered within nodes, then among them: the second step starts when the first has run."""
+    plan = mw.Plan.fsdp("fsdp") + mw.Plan.shard_state("cp") + mw.Plan.replicate("cp")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU()) for _ in range(4)))
+        batch = {"input": torch.empty(64, 64), "y": torch.empty(64, 64)}
+    step = mw.compile(
+        model, loss=lambda out, b: ((out - b["y"]) ** 2).mean(), example=batch, mesh="fsdp=16,cp=2", plan=plan,
+        profile="h100", passes="prefetch=1",
+    )  # fmt: skip
+    nodes = [n for n in step.program.rank.graph.nodes if n.op == "call_function" and origin_of(n).phase == "forward"]
+    blocks: dict[str, list[int]] = {}
+    for wait in (n for n in nodes if n.target is WAIT and origin_of(n).module):
+        between = nodes[nodes.index(wait.all_input_nodes[0]) : nodes.index(wait)]
+        blocks.setdefault(origin_of(wait).module, []).append(
+            sum(n.target is torch.ops.aten.mm.default for n in between)
+        )
+    assert list(blocks.values()) == [[0, 0], [0, 1], [1, 1], [1, 1]]
+
+
 def test_backwards_in_time_is_an_error() -> None:
     with pytest.raises(PlanError, match="to prefetch is negative"):
         mw.compile(

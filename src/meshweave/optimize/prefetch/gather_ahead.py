@@ -16,14 +16,16 @@ from meshweave.ir.rank import SYMBOLS, RankGraph, distinct_operands
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Gathers of a block in a phase, with the ops that compute their operands, and the first wait for any of them."""
+    """Gathers of a block in a phase, and the first wait for any of them."""
 
-    starts: tuple[tuple[fx.Node, ...], ...]  # each with the chain before it, the start last
+    # starts by the number of steps from them to the parameter, each after the ops that compute its operand
+    starts: dict[int, list[fx.Node]]
     first_wait: fx.Node
 
 
 def prefetch(role: RankGraph, ahead: int) -> RankGraph:
-    """Start the collectives that depend only on inputs `ahead` blocks before the block that waits for them.
+    """Start the collectives that depend only on inputs `ahead` blocks before the block that waits for them, and each
+    earlier step of a gather in several steps `ahead` blocks before the next, so that every step has their time.
 
     A block is everything under an index of a repeated module (`model.layers.3`), or a module outside of those. With 0
     nothing moves. Values are exactly the same; up to `ahead` more blocks are kept gathered. Starts do not leave their
@@ -36,8 +38,8 @@ def prefetch(role: RankGraph, ahead: int) -> RankGraph:
         for phase in ("prepare", "forward", "backward"):
             units = list(_units(role, phase))
             for i, unit in enumerate(units):
-                anchor = units[max(0, i - ahead)].first_wait
-                _move(unit, anchor)
+                for steps, nodes in sorted(unit.starts.items(), reverse=True):
+                    _move(nodes, units[max(0, i - ahead * steps)].first_wait)
     return role
 
 
@@ -50,18 +52,25 @@ def _units(role: RankGraph, phase: str) -> Iterator[_Unit]:
             groups.setdefault(block_of(node), []).append(node)
     units = []
     for starts in groups.values():
-        waits = [user for start in starts for user in start.users if user.target is WAIT]
-        first = min(waits, key=order.__getitem__)
-        units.append(_Unit(tuple((*_chain(s, order), s) for s in starts), first))
+        chains = {start: _chain(start, order) for start in starts}
+        steps: dict[fx.Node, int] = {}
+        for start in reversed(starts):
+            steps[start] = 1 + max((steps[later] for later in steps if start in chains[later]), default=0)
+        moved: dict[int, list[fx.Node]] = {}
+        for start in starts:
+            moved.setdefault(steps[start], []).extend((*chains[start], start))
+        waits = [user for start in starts if steps[start] == 1 for user in start.users if user.target is WAIT]
+        units.append(_Unit(moved, min(waits, key=order.__getitem__)))
     yield from sorted(units, key=lambda unit: order[unit.first_wait])
 
 
 def _free(role: RankGraph) -> set[fx.Node]:
-    """The nodes that depend only on inputs: not on a communication or an activation. A batch also exists from the
-    beginning, but is gathered where it is used."""
+    """The nodes that depend only on inputs: not on an activation or a communication of several roles. A batch also
+    exists from the beginning, but is gathered where it is used."""
     free = {n for n, item in role.sources.items() if item.kind != "batch"}
     for node in role.graph.nodes:
-        if node.op == "call_function" and node.target is not WAIT and all(n in free for n in node.all_input_nodes):
+        is_ours = node.target is not WAIT or is_alone(node.all_input_nodes[0], role)
+        if node.op == "call_function" and is_ours and all(n in free for n in node.all_input_nodes):
             free.add(node)
     return free
 
@@ -89,11 +98,11 @@ def _chain(start: fx.Node, order: dict[fx.Node, int]) -> Sequence[fx.Node]:
     return sorted(chain, key=order.__getitem__)
 
 
-def _move(unit: _Unit, anchor: fx.Node) -> None:
-    """Move the starts of a unit, in order, before `anchor`, unless they are there already. Shared operands of several
-    starts (symbols, a tensor) move once, with the first of them."""
+def _move(nodes: Sequence[fx.Node], anchor: fx.Node) -> None:
+    """Move nodes, in order, before `anchor`, unless they are there already. Shared operands of several starts (symbols,
+    a tensor) move once, with the first of them."""
     position = {node: i for i, node in enumerate(anchor.graph.nodes)}
-    for node in dict.fromkeys(node for chain in unit.starts for node in chain):
+    for node in dict.fromkeys(nodes):
         if position[node] > position[anchor]:
             anchor.prepend(node)
 
