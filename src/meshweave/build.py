@@ -14,7 +14,7 @@ from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions, StepSource, capture_source
 from meshweave.check.same import check_same
 from meshweave.cost.hardware import Costs
-from meshweave.errors import MeshError
+from meshweave.errors import MeshError, PlanError
 from meshweave.expert_chunks import built_in_chunks
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
@@ -273,6 +273,12 @@ def _accumulated(
     """
     microbatches, asked, room = options.accumulate, options.precision.accumulate_in, pipeline.room(costs)
     where = of_plan if asked == "auto" else asked
+    if of_plan not in ("auto", where):
+        raise PlanError(
+            "the plan and the precision add up gradients of microbatches in different places",
+            got=f'{"zero1" if of_plan == "whole" else "zero2"} ("{of_plan}") and accumulate_in="{asked}"',
+            hint="leave out accumulate_in, or take the other stage of ZeRO",
+        )
     first = "whole" if where == "auto" else where
     placed, roles = expanded(first, True)
     if microbatches == 1:

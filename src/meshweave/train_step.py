@@ -366,9 +366,10 @@ class TrainStep:
             self._compiled.load(path)
 
     def explain(self) -> list[MoveRow]:
-        """Every move of the step, before passes: reason, layouts from and to, steps, bytes, seconds. Those of phase
-        prepare are made once a step, those of forward, loss and backward in every microbatch."""
-        return move_rows(self.program.placed, self.program.mesh, self.program.expanded)
+        """Every move of the step, before passes: reason, layouts from and to, steps, bytes, seconds, and how many times
+        it is made: those of forward, loss and backward in every microbatch."""
+        program = self.program
+        return move_rows(program.placed, program.mesh, program.expanded, program.options.accumulate)
 
 
 def _initial_values(state: State, model: nn.Module, settings: SessionSettings) -> Iterator[tuple[str, Tensor]]:

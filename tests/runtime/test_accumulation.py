@@ -26,6 +26,7 @@ from meshweave.ir.rank import copied
 from meshweave.ir.traits import CASTS
 from meshweave.ir.verify import verify_rank
 from meshweave.optimize.prefetch import gather_once
+from meshweave.report.tables import totals
 from meshweave.runtime.executor import Task
 from meshweave.whatif import simulate
 
@@ -304,7 +305,13 @@ def test_parameters_are_gathered_once_a_step_as_far_as_memory_allows() -> None:
     assert "parameters are gathered once a step" in step.program.accumulation
     assert [row.phase for row in step.explain() if row.kind == "all_gather"] == ["prepare"] * number
     again = compiled("fsdp=2", 4, precision=mw.Precision(accumulate_in="shards"))  # memory was asked for
-    assert counted(again, batch)["all_gather_into_tensor", "prepare"] == 0
+    found = counted(again, batch)
+    assert found["all_gather_into_tensor", "prepare"] == 0
+    listed = Counter[str]()
+    for total in totals(again.explain()):
+        listed[total.kind] += total.count
+    assert listed["reduce_scatter"] == found["reduce_scatter_tensor", "backward"] == 4 * number
+    assert listed["all_gather"] == sum(n for (op, _), n in found.items() if op == "all_gather_into_tensor")
     role = again.program.rank
     limits: list[Callable[[int], float]] = [lambda peak: 0, lambda peak: peak + 4000, lambda peak: math.inf]
     counts = [gather_once(role, limit)[1:] for limit in limits]
@@ -380,6 +387,9 @@ def test_an_unknown_way_is_an_error() -> None:
     with pytest.raises(mw.PlanError, match="unknown value of accumulate_in") as error:
         compiled("dp=2", 2, precision=mw.Precision(accumulate_in="halves"))
     assert error.value.expected == "auto, whole or shards"
+    with pytest.raises(mw.PlanError, match="add up gradients of microbatches in different places") as error:
+        compiled("dp=2", 2, plan="zero2:dp", precision=mw.Precision(accumulate_in="whole"))
+    assert error.value.got == 'zero2 ("shards") and accumulate_in="whole"'
 
 
 def test_sums_are_given_up_as_they_are_replaced() -> None:

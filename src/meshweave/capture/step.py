@@ -83,9 +83,10 @@ class Precision:
     reduce_after_cast: cast to the smaller dtype before a sum over devices instead of after it. This rounds each part.
     accumulate_in: where gradients of microbatches are added up. "whole": unsharded, so that devices reduce them once a
         step but store whole gradients where fsdp stores shards; "shards": reduce-scattered in each microbatch over the
-        axes that shard the parameter; "auto": as `Plan.zero1` and `zero2` say, else whole, unless a device would then
-        exceed memory_cap_bytes or, without it, the machine profile's memory. Beside whole sums, parameters are gathered
-        once a step as far as that memory allows. `program.accumulation` and `meshweave plan` report the choice.
+        axes that shard the parameter; "auto": as `Plan.zero1` and `zero2` say, beside which others are an error, else
+        whole, unless a device would then exceed memory_cap_bytes or, without it, the machine profile's memory. Beside
+        whole sums, parameters are gathered once a step as far as that memory allows. `program.accumulation` and
+        `meshweave plan` report the choice.
     loss_scale: whether the loss is scaled. "auto": if gradients are computed through float16, as by
         `torch.amp.GradScaler()`; a `LossScale` with other numbers; None: never. `step.metrics` has `loss_scale` and
         `skipped_steps`.

@@ -31,17 +31,24 @@ class PlanOptions(MeshStepOptions):
 def plan(screen: Screen, job: PlanOptions) -> int:
     """Show every move of data in one step, without running it. An hf: model takes no memory."""
     program = compiled_unrun(screen, job)
-    rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh, program.expanded)
+    rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh, program.expanded, program.options.accumulate)
     screen.out.print(tables.moves_table(rows, show_all=job.show_all))
     screen.out.print(tables.totals_table(rows))
     if (microbatches := program.options.accumulate) > 1:
-        screen.say(f"moves of forward, loss and backward are made in each of {microbatches} microbatches")
+        screen.say(f"times and bytes of a step: moves of forward, loss and backward in {microbatches} microbatches")
     for note in program.notes:
         screen.say(note)
     folded = tables.fold(rows, twins=not job.show_all)
     shown = [asdict(r.row) | {"name": r.name or r.row.name, "count": r.count} for r in folded]
-    sums, received = [asdict(total) for total in tables.totals(rows)], sum(r.bytes_received for r in rows)
-    screen.result(True, mesh=str(program.mesh), num_moves=len(rows), bytes_received=received, moves=shown, totals=sums)
+    sums = tables.totals(rows)
+    screen.result(
+        True,
+        mesh=str(program.mesh),
+        num_moves=sum(total.count for total in sums),
+        bytes_received=sum(total.bytes_received for total in sums),
+        moves=shown,
+        totals=[asdict(total) for total in sums],
+    )
     return 0
 
 

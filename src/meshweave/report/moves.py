@@ -18,7 +18,8 @@ from meshweave.place.movement.steps import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRow:
-    """A move. Bytes and seconds are per device, of the largest piece, under the profile of the plan."""
+    """A move, made `times` in a step. Bytes and seconds are of a single time, per device, of the largest piece, under the
+    profile of the plan."""
 
     name: str
     phase: str
@@ -32,19 +33,21 @@ class MoveRow:
     why: str
     line: str
     module: str
+    times: int = 1
 
 
-def move_rows(placed: StepGraph, program: Mesh, roles: Iterable[RankGraph]) -> list[MoveRow]:
+def move_rows(placed: StepGraph, program: Mesh, roles: Iterable[RankGraph], microbatches: int = 1) -> list[MoveRow]:
     """A row for every move of a step on `program`'s mesh that `roles`, its rank graphs before passes, make: first those
-    of phase prepare, which are made once a step, then the others, in graph order."""
+    of phase prepare, which are made once a step, as those of reduce and update, then the others, in graph order."""
     phases = {n.meta["global"]: origin_of(n).phase for role in roles for n in role.graph.nodes if "global" in n.meta}
     rows: list[MoveRow] = []
     for node in placed.graph.find_nodes(op="call_function", target=ops.move):
         row, phase = _row(node, program), phases.get(node.name)
-        if phase == "prepare":
-            rows.append(replace(row, phase=phase))
-        elif phase is not None or not row.bytes_received:  # else its value is there since an earlier phase
-            rows.append(row)
+        if phase is None and row.bytes_received:
+            continue  # its value is there since an earlier phase
+        phase = "prepare" if phase == "prepare" else row.phase
+        times = microbatches if phase in ("forward", "loss", "backward") else 1
+        rows.append(replace(row, phase=phase, times=times))
     return sorted(rows, key=lambda row: row.phase != "prepare")
 
 

@@ -19,7 +19,8 @@ _LEAST_FOLDED = 7  # width of a folded column
 
 @dataclass(frozen=True, slots=True)
 class FoldedRow:
-    """Moves that differ only in the number of their layer. `name` is the module or parameter, `*` for the number."""
+    """Moves that differ only in the number of their layer, and how often a step makes them. `name` is the module or
+    parameter, `*` for the number."""
 
     row: MoveRow
     name: str
@@ -34,7 +35,7 @@ def fold(rows: Iterable[MoveRow], *, twins: bool = True) -> list[FoldedRow]:
         module = fold_numbers(row.module)
         key = replace(row, name="", seconds=0.0, why="", module=module) if twins else i
         first.setdefault(key, row)
-        counts[key] = counts.get(key, 0) + 1
+        counts[key] = counts.get(key, 0) + row.times
     return [
         FoldedRow(row, fold_numbers(row.module) if twins else row.module, counts[key]) for key, row in first.items()
     ]
@@ -63,7 +64,7 @@ def short_line(line: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """All moves of a kind in a phase."""
+    """All moves of a kind in a phase of a step."""
 
     phase: str
     kind: str
@@ -76,18 +77,19 @@ def totals(rows: Iterable[MoveRow]) -> list[Total]:
     by_kind: dict[tuple[str, str], Total] = {}
     for row in rows:
         previous = by_kind.get((row.phase, row.kind), Total(row.phase, row.kind, 0, 0))
-        total = Total(previous.phase, previous.kind, previous.count + 1, previous.bytes_received + row.bytes_received)
-        by_kind[row.phase, row.kind] = total
+        count, received = previous.count + row.times, previous.bytes_received + row.bytes_received * row.times
+        by_kind[row.phase, row.kind] = Total(row.phase, row.kind, count, received)
     return list(by_kind.values())
 
 
 def totals_table(rows: Sequence[MoveRow]) -> Table:
-    """Number and bytes of the moves, per kind and phase and in total."""
+    """Number and bytes of the moves of a step, per kind and phase and in total."""
     table = plain_table("phase", "kind", ">moves", ">bytes per device")
-    for total in totals(rows):
+    sums = totals(rows)
+    for total in sums:
         table.add_row(total.phase, total.kind, str(total.count), bytes_text(total.bytes_received))
     table.add_section()
-    table.add_row("all", "", str(len(rows)), bytes_text(sum(row.bytes_received for row in rows)))
+    table.add_row("all", "", str(sum(s.count for s in sums)), bytes_text(sum(s.bytes_received for s in sums)))
     return table
 
 
