@@ -34,16 +34,16 @@ def settings() -> dict[str, Any] | None:
 
 
 @contextmanager
-def with_settings(found: dict[str, Any]) -> Iterator[None]:
+def with_settings(settings: dict[str, Any]) -> Iterator[None]:
     """A context in a process that does nothing else, with the `settings` of another."""
-    torch.set_num_threads(found["threads"])
-    torch.set_default_dtype(found["dtype"])
-    mode, warn_only = found["deterministic"]
+    torch.set_num_threads(settings["threads"])
+    torch.set_default_dtype(settings["dtype"])
+    mode, warn_only = settings["deterministic"]
     torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-    if found["device"] is not None:
-        torch.cuda.set_device(found["device"])
-    for name, value in found["matmul"].items():
+    if settings["device"] is not None:
+        torch.cuda.set_device(settings["device"])
+    for name, value in settings["matmul"].items():
         if getattr(torch.backends.cuda.matmul, name) != value:
             setattr(torch.backends.cuda.matmul, name, value)
-    with config.patch(found["config"]):
+    with config.patch(settings["config"]):
         yield

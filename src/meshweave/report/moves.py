@@ -18,8 +18,8 @@ from meshweave.place.movement.steps import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveRow:
-    """A move, made `times` in a step. Bytes and seconds are of a single time, per device, of the largest piece, under the
-    profile of the plan."""
+    """A move, made `times` in a step. Bytes and seconds are of a single time, per device, of the largest piece,
+    under the profile of the plan."""
 
     name: str
     phase: str
