@@ -184,6 +184,10 @@ def local_bytes_of(op: str, size: int, received: int) -> int:
     return max(64 * size, round(received / bytes_received(op, size, 1.0, "calibrate")))
 
 
+# place, op, size, whether it is held out, the call, communications before it, repeats, rounds
+_Case = tuple[MeasuredGroup, str, int, bool, Callable[[], Any], int, int, int]
+
+
 def time_links(
     links: LinkTimer,
     link_places: Sequence[MeasuredGroup],
@@ -196,7 +200,7 @@ def time_links(
     began = time.perf_counter()
     on_gpu = links.device.type == "cuda"  # there the caller only enqueues
     received_bytes = sorted({*sizes, *held_out})
-    cases: list[tuple[MeasuredGroup, str, int, bool, Callable[[], Any], int, int, int]] = []
+    cases: list[_Case] = []
     for place in link_places:
         for op in links.ops:
             curve: list[tuple[float, float]] = []
@@ -220,6 +224,12 @@ def time_links(
                 expected = along(curve, largest if is_late else following) if len(curve) > 1 else first
                 if LEAST_ROUNDS * expected > effort.case_seconds:
                     break
+    return _time_cases(links, cases, effort, began)
+
+
+def _time_cases(links: LinkTimer, cases: Sequence[_Case], effort: Effort, began: float) -> list[MeasuredLink]:
+    """All cases in turn, as often as time allows."""
+    on_gpu = links.device.type == "cuda"
     samples: list[list[float]] = [[] for _ in cases]
     for turn in effort.turns(max((case[-1] for case in cases), default=0), began, links.peers):
         for case, sample in zip(cases, samples, strict=True):
