@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._inductor import config
 
 _MATMUL = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
 def settings() -> dict[str, Any] | None:
     """Those of this process; None if Inductor does not cache on disk."""
+    from torch._inductor import config
+
     if not config.fx_graph_cache or config.force_disable_caches:
         return None
     return {
@@ -36,6 +37,8 @@ def settings() -> dict[str, Any] | None:
 @contextmanager
 def with_settings(settings: dict[str, Any]) -> Iterator[None]:
     """A context in a process that does nothing else, with the `settings` of another."""
+    from torch._inductor import config
+
     torch.set_num_threads(settings["threads"])
     torch.set_default_dtype(settings["dtype"])
     mode, warn_only = settings["deterministic"]
