@@ -383,6 +383,15 @@ def test_the_choice_follows_memory_and_says_so() -> None:
     assert compiled("fsdp=4", 1).program.accumulation == ""
 
 
+def test_sums_that_do_not_fit_are_named() -> None:
+    """They have the dtype of stored parameters: those of a model in bfloat16 need half as much."""
+    program = compiled("dp=2", 2, plan="zero1:dp", run=mw.RunOptions(keep_gradients=False)).program
+    machine = load_profile("h100")
+    room = (simulate(program, machine).peak_bytes - 512) / (1 - machine.memory.reserved_fraction)
+    small = machine.scaled(memory_bytes=machine.memory.reserved_bytes + room)
+    assert "gradients of microbatches in shards (zero2), or added in 16 bits" in simulate(program, small).verdict
+
+
 def test_an_unknown_way_is_an_error() -> None:
     with pytest.raises(mw.PlanError, match="unknown value of accumulate_in") as error:
         compiled("dp=2", 2, precision=mw.Precision(accumulate_in="halves"))

@@ -81,12 +81,12 @@ class Precision:
         {"*": torch.bfloat16, "*.norm": None} has exceptions: globs over modules and parameters, of which the last that
         matches counts; None keeps their own dtype.
     reduce_after_cast: cast to the smaller dtype before a sum over devices instead of after it. This rounds each part.
-    accumulate_in: where gradients of microbatches are added up. "whole": unsharded, so that devices reduce them once a
-        step but store whole gradients where fsdp stores shards; "shards": reduce-scattered in each microbatch over the
-        axes that shard the parameter; "auto": as `Plan.zero1` and `zero2` say, beside which others are an error, else
-        whole, unless a device would then exceed memory_cap_bytes or, without it, the machine profile's memory. Beside
-        whole sums, parameters are gathered once a step as far as that memory allows. `program.accumulation` and
-        `meshweave plan` report the choice.
+    accumulate_in: where gradients of microbatches are added up, in the parameter's own dtype. "whole": unsharded, so
+        that devices reduce them once a step but store whole gradients where fsdp stores shards; "shards":
+        reduce-scattered in each microbatch over the axes that shard the parameter; "auto": as `Plan.zero1` and `zero2`
+        say, beside which others are an error, else whole, unless a device would then exceed memory_cap_bytes or,
+        without it, the machine profile's memory. Beside whole sums, parameters are gathered once a step as far as that
+        memory allows. `program.accumulation` and `meshweave plan` report the choice.
     loss_scale: whether the loss is scaled. "auto": if gradients are computed through float16, as by
         `torch.amp.GradScaler()`; a `LossScale` with other numbers; None: never. `step.metrics` has `loss_scale` and
         `skipped_steps`.

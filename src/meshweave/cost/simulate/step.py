@@ -147,7 +147,7 @@ def _result(
         mfu=flops / (times.seconds * mesh.num_devices * peak_rate) if peak_rate and times.seconds else None,
         mfu_dtype=str(dtype).removeprefix("torch.") if dtype is not None else "",
         memory_bytes=int(profile.usable_bytes),
-        verdict=_verdict(roles, profile),
+        verdict=_verdict(roles, profile, options.microbatches),
         notes=(*_notes(options, fusion, len(roles)), *_unknown_ops(tasks), *_fragments(roles, profile)),
     )
 
@@ -246,7 +246,7 @@ def _matmul_dtype(tasks: Tasks) -> torch.dtype | None:
     return max(flops, key=lambda d: flops[d], default=None)
 
 
-def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
+def _verdict(roles: Sequence[RoleResult], profile: MachineProfile, microbatches: int) -> str:
     worst = max(roles, key=lambda role: role.peak_bytes)
     room = int(profile.usable_bytes)
     if worst.peak_bytes <= room:
@@ -258,6 +258,10 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile) -> str:
         advice.append("recompute activations (--passes recompute=full), or a smaller local batch")
     if worst.persistent_bytes > room // 2:
         advice.append("shard parameters and optimizer state over more devices (a larger fsdp axis)")
+    if microbatches > 1 and kinds.get("grad", 0) > over:
+        advice.append(
+            "gradients of microbatches in shards (zero2), or added in 16 bits: the dtype of stored parameters"
+        )
     if not advice:
         advice.append("a smaller local batch or shorter sequences, or more devices")
     most = ", ".join(f"{k} {v / 2**30:.1f} GiB" for k, v in list(kinds.items())[:3])
