@@ -36,7 +36,7 @@ from overlap_passes import (
     run_ours,
 )
 from overlap_split import BOTH, SplitOutcome, run_split, split_table
-from overlap_table import PASS_SECONDS, Outcome, case_lines, musts, report
+from overlap_table import DUMPED, PASS_SECONDS, Outcome, case_lines, musts, report
 from torch import fx
 
 TABLE = Path(__file__).parent / "results" / "overlap.md"
@@ -97,7 +97,10 @@ def main() -> None:
         for one in run_shape(shape, [case for case in cases if case[2] == shape], not options.no_scenarios):
             (splits if isinstance(one, SplitOutcome) else outcomes).append(one)  # type: ignore[arg-type]
             if options.write:
-                TABLE.write_text(report(outcomes, splits, len(cases)))
+                _, title, dumped = TABLE.read_text().partition(DUMPED)
+                TABLE.write_text(
+                    "\n".join([report(outcomes, splits, len(cases)), *([title + dumped] if title else [])])
+                )
     print(report(outcomes, splits, len(cases)))
     if any(not holds for *_, holds in musts(outcomes, splits)):
         sys.exit(1)

@@ -19,6 +19,7 @@ PASS_SECONDS = {"nodes-6k": 0.5, "nodes-12k": 2.0}
 REGRET = 0.03
 NEAR = 0.005  # how much slower than Inductor's best, or than a plain list scheduler's, ours may be
 NOISE = 0.002  # how much slower with more memory: what choosing for other machines may cost
+DUMPED = "## Graphs that others have dumped"  # the last section, which overlap_dumped.py writes
 Must = tuple[str, str, str, bool]
 
 

@@ -154,6 +154,17 @@ def test_a_long_kernel_stands_somewhere_in_the_chain() -> None:
     assert bound_of(problem) == 15
 
 
+def test_what_is_not_before_a_long_communication_is_after_it() -> None:
+    """Two kernels of two seconds, each with three of communication: before the long one they delay it by four, after it
+    its channel has six left. The longest path takes 30, each stream alone less."""
+    rows: list[Row] = [(-1, 20.0, (), ()), (0, 10.0, (0,), ())]
+    for i in (2, 4):
+        rows += [(-1, 2.0, (), ()), (0, 3.0, (i,), ())]
+    problem = problem_of(rows)
+    assert fastest(problem) == 34
+    assert bound_of(problem) == 34
+
+
 def test_nothing_takes_no_time() -> None:
     assert bound_of(problem_of([])) == 0
     assert bound_of(problem_of([(-1, 0.0, (), ())])) == 0

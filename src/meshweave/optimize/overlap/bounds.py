@@ -17,12 +17,13 @@ _LONG = 8
 
 
 def bound_of(problem: Problem) -> float:
-    """Seconds that every order takes at least, with any merges; the largest of three bounds.
+    """Seconds that every order takes at least, with any merges; the largest of four bounds.
 
     The critical path, where kernels between two communications run one by one (`_PathLengths`). The compute stream, and
     every channel, alone: the best preemptive order of its work, between the longest path to each item and the longest
     path from it (Jackson's rule: Carlier, European Journal of Operational Research 11, 1982). The critical path with
-    one long kernel more, at any place in it (`_beside`).
+    one long kernel more, at any place in it (`_bound_with_kernel`). What stream and channel do before and after a long
+    communication (`_bound_around`).
 
     Merging beats none of them: a merged collective takes at least as long as any part of it alone, and as long as the
     bytes of all its parts; it begins when all parts can and ends when all parts have. Start-ups that it may save are
@@ -39,7 +40,9 @@ def bound_of(problem: Problem) -> float:
     for group in items:
         work = [own[i] - problem.startup[i] if problem.channel[i] >= 0 else own[i] for i in group]
         longest = max(longest, _preemptive_makespan([heads[i] for i in group], work, [tails[i] for i in group]))
-    return max(longest, _bound_with_kernel(problem, heads, tails, own))
+    long = nlargest(_LONG, problem.starts, key=lambda c: (own[c], heads[c]))
+    around = [_bound_around(problem, c, own, tails[c]) for c in long]
+    return max(longest, _bound_with_kernel(problem, heads, tails, own), *around)
 
 
 def _heads(problem: Problem, own: Sequence[float]) -> list[float]:
@@ -130,6 +133,30 @@ def _bound_with_kernel(problem: Problem, heads: Sequence[float], tails: Sequence
         least = min(max(head, b) + own[k] + max(tail, a) for b, a in zip(before, after, strict=True))
         longest = max(longest, least)
     return longest
+
+
+def _bound_around(problem: Problem, start: int, own: Sequence[float], tail: float) -> float:
+    """The kernels that a communication needs, itself, and then its tail, or what its channel has to do after it: each
+    other communication of the channel either has all its kernels before this one, on the stream, or begins after it.
+    A kernel counts for the first communication that needs it; what others save by merging does not count."""
+    seen = {start}
+
+    def kernels_before(item: int) -> float:
+        """Seconds of the kernels that an item needs and that have not been seen."""
+        total, stack = 0.0, [item]
+        while stack:
+            for d in problem.deps[stack.pop()]:
+                if d not in seen:
+                    seen.add(d)
+                    stack.append(d)
+                    total += own[d] if problem.channel[d] < 0 else 0.0
+        return total
+
+    before, beside = kernels_before(start), 0.0
+    for c in problem.starts:
+        if problem.channel[c] == problem.channel[start] and c not in seen:
+            beside += min(kernels_before(c), own[c] - problem.startup[c])
+    return before + own[start] + max(beside, tail)
 
 
 def _chain(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> list[int]:
