@@ -40,6 +40,7 @@ class Problem:
     kept: list[bool] = field(default_factory=list)  # by storage
     before: list[bool] = field(default_factory=list)  # by storage: lives before the first item
     channels: list[str] = field(default_factory=list)
+    extra: list[int] = field(default_factory=list)  # of folded items: bytes that live only inside, beside `allocs`
     _users: list[list[int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
     _lasting: list[int] = field(default_factory=list)

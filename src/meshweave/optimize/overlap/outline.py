@@ -3,6 +3,7 @@ along the graph's order."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
@@ -35,8 +36,8 @@ class Folded:
 
 def fold(problem: Problem, which: Fold = "inputs") -> Folded:
     """An item for each kernel or start with everything folded into it: kernels that depend only on inputs and have a
-    single user right after them; with "feeders" also kernels that only a start needs. Kernels longer than the mean stay
-    separate, and those that need a communication.
+    single user right after them; kernels whose only user is a kernel that needs nothing else; with "feeders" also
+    kernels that only a start needs. Kernels longer than the mean stay separate.
 
     The cast of a parameter's shard belongs to its gather, that of a gradient to its reduction, a recomputed activation
     to its reader. A scheduler that saw them separately would run them as early as possible, and fill the memory with
@@ -49,17 +50,18 @@ def fold(problem: Problem, which: Fold = "inputs") -> Folded:
     light = sum(kernels) / max(len(kernels), 1)
     into: dict[int, int] = {}
     inside: dict[int, list[int]] = {}
-    able = [
-        channel[i] < 0 and seconds[i] <= light and not problem.waits[i] and len({*users[i]}) == 1
-        for i in range(problem.num_items)
-    ]
+    able = [channel[i] < 0 and seconds[i] <= light and len({*users[i]}) == 1 for i in range(problem.num_items)]
     feeds = [False] * problem.num_items
     for i in range(problem.num_items - 1, -1, -1) if which == "feeders" else ():
-        feeds[i] = able[i] and (channel[users[i][0]] >= 0 or feeds[users[i][0]])
+        feeds[i] = able[i] and not problem.waits[i] and (channel[users[i][0]] >= 0 or feeds[users[i][0]])
     for i in range(problem.num_items):
-        if able[i] and (feeds[i] or all([into.get(d) == i for d in deps[i]])):
-            into[i] = users[i][0]
-            inside.setdefault(users[i][0], []).extend((*inside.get(i, ()), i))
+        if not able[i]:
+            continue
+        u = users[i][0]
+        is_next = False and channel[u] < 0 and len(deps[u]) == 1 and not problem.waits[u]
+        if feeds[i] or is_next or (not problem.waits[i] and all([into.get(d) == i for d in deps[i]])):
+            into[i] = u
+            inside.setdefault(u, []).extend((*inside.get(i, ()), i))
     kept = [i for i in range(problem.num_items) if i not in into]
     number = {i: n for n, i in enumerate(kept)}
     members = tuple((*sorted(inside[i]), i) if i in inside else (i,) for i in kept)
@@ -67,21 +69,42 @@ def fold(problem: Problem, which: Fold = "inputs") -> Folded:
     for name in ("names", "channel", "copy", "host", "startup", "usage", "is_waited"):
         values = getattr(problem, name)
         setattr(folded, name, [values[i] for i in kept])
-    folded.waits = [tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else () for i in kept]
     counts = problem.counts()
     for i, group in zip(kept, members, strict=True):
         if len(group) == 1:
             folded.seconds.append(seconds[i])
             folded.deps.append(tuple([number[d] for d in deps[i]]))
+            folded.waits.append(tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else ())
             folded.allocs.append(problem.allocs[i])
             folded.uses.append(problem.uses[i])
+            folded.extra.append(0)
             continue
         folded.seconds.append(sum([seconds[m] for m in group]))
         folded.deps.append(tuple(sorted({number[d] for m in group for d in deps[m] if d not in group})))
-        folded.allocs.append(tuple(s for m in group for s in problem.allocs[m] if counts[s] or m == i))
-        folded.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m])))
+        folded.waits.append(tuple(sorted({number[c] for m in group for c in problem.waits[m]})))
+        hidden, extra = _inside(problem, group, counts)
+        folded.allocs.append(tuple(s for m in group for s in problem.allocs[m] if s not in hidden))
+        folded.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m] if s not in hidden)))
+        folded.extra.append(extra)
     folded.order = [number[x] if x >= 0 else ~number[~x] for x in problem.order if x < 0 or x in number]
     return Folded(folded, members)
+
+
+def _inside(problem: Problem, group: Sequence[int], counts: Sequence[int]) -> tuple[set[int], int]:
+    """The storages that live only while the members of an item run, and how much more lives at some moment of these
+    than all that the others allocate."""
+    left = {s: counts[s] for m in group for s in problem.allocs[m]}
+    hidden, live, most = set[int](), 0, 0
+    for m in group:
+        live += sum([problem.sizes[s] for s in problem.allocs[m]])
+        most = max(most, live)
+        for s in (*problem.uses[m], *problem.allocs[m]) if problem.channel[m] < 0 else ():
+            if s in left and s not in hidden:
+                left[s] -= s in problem.uses[m]
+                if left[s] <= 0:
+                    hidden.add(s)
+                    live -= problem.sizes[s]
+    return hidden, max(0, most - live)
 
 
 @dataclass(slots=True)
@@ -96,6 +119,7 @@ class Outline:
     grows: list[bool] = field(init=False)
     holds: list[tuple[int, ...]] = field(init=False)
     growth: list[int] = field(init=False)  # bytes that an item allocates
+    peak: list[int] = field(init=False)  # and those that live at most while it runs
     levels: list[list[int]] = field(init=False)
     before: list[int] = field(init=False)  # live bytes before an item in the graph's order
     paths: dict[float, list[float]] = field(default_factory=dict)
@@ -106,6 +130,7 @@ class Outline:
         self.users = problem.users()
         sizes = problem.sizes
         self.growth = [sum([sizes[s] for s in position]) for position in problem.allocs]
+        self.peak = [a + b for a, b in zip(self.growth, problem.extra, strict=True)] if problem.extra else self.growth
         before, total = [0.0] * (n + 1), 0.0
         for i in range(n):
             before[i] = total
@@ -179,7 +204,8 @@ class Outline:
         before, at = [0] * self.problem.num_items, [0] * self.problem.num_items
         for level, x in zip(levels, order, strict=False):
             if x >= 0:
-                before[x], at[x] = level - self.growth[x], level
+                before[x] = level - self.growth[x]
+                at[x] = before[x] + self.peak[x]
         return [*before, levels[-1]], at
 
 

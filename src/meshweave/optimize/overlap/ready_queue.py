@@ -322,13 +322,12 @@ class _Scheduler:
     def fits(self, kernel: int) -> bool:
         """Whether a kernel may run now: it fits, and the schedule's excess over the graph's order will still fit at
         that order's next peak. The graph's next item, and items that free memory, only have to fit now."""
-        growth = self.outline.growth[kernel]
-        if not self.has(self.live + growth):
+        if not self.has(self.live + self.outline.peak[kernel]):
             return False
         if kernel == self.base:
             return True
         counts, sizes = self.counts, self.outline.problem.sizes
-        net = growth - sum([sizes[s] for s in self.outline.problem.uses[kernel] if counts[s] == 1])
+        net = self.outline.growth[kernel] - sum([sizes[s] for s in self.outline.problem.uses[kernel] if counts[s] == 1])
         coming = self.coming()
         if coming > self.cap:
             self.lack = min(self.lack, coming)
