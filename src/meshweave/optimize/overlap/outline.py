@@ -36,8 +36,8 @@ class Folded:
 
 def fold(problem: Problem, which: Fold = "inputs") -> Folded:
     """An item for each kernel or start with everything folded into it: kernels that depend only on inputs and have a
-    single user right after them; kernels whose only user is a kernel that needs nothing else; with "feeders" also
-    kernels that only a start needs. Kernels longer than the mean stay separate.
+    single user right after them; with "feeders" also kernels that only a start needs. Kernels longer than the mean stay
+    separate, and those that need a communication.
 
     The cast of a parameter's shard belongs to its gather, that of a gradient to its reduction, a recomputed activation
     to its reader. A scheduler that saw them separately would run them as early as possible, and fill the memory with
@@ -50,18 +50,17 @@ def fold(problem: Problem, which: Fold = "inputs") -> Folded:
     light = sum(kernels) / max(len(kernels), 1)
     into: dict[int, int] = {}
     inside: dict[int, list[int]] = {}
-    able = [channel[i] < 0 and seconds[i] <= light and len({*users[i]}) == 1 for i in range(problem.num_items)]
+    able = [
+        channel[i] < 0 and seconds[i] <= light and not problem.waits[i] and len({*users[i]}) == 1
+        for i in range(problem.num_items)
+    ]
     feeds = [False] * problem.num_items
     for i in range(problem.num_items - 1, -1, -1) if which == "feeders" else ():
-        feeds[i] = able[i] and not problem.waits[i] and (channel[users[i][0]] >= 0 or feeds[users[i][0]])
+        feeds[i] = able[i] and (channel[users[i][0]] >= 0 or feeds[users[i][0]])
     for i in range(problem.num_items):
-        if not able[i]:
-            continue
-        u = users[i][0]
-        is_next = False and channel[u] < 0 and len(deps[u]) == 1 and not problem.waits[u]
-        if feeds[i] or is_next or (not problem.waits[i] and all([into.get(d) == i for d in deps[i]])):
-            into[i] = u
-            inside.setdefault(u, []).extend((*inside.get(i, ()), i))
+        if able[i] and (feeds[i] or all([into.get(d) == i for d in deps[i]])):
+            into[i] = users[i][0]
+            inside.setdefault(users[i][0], []).extend((*inside.get(i, ()), i))
     kept = [i for i in range(problem.num_items) if i not in into]
     number = {i: n for n, i in enumerate(kept)}
     members = tuple((*sorted(inside[i]), i) if i in inside else (i,) for i in kept)
@@ -69,19 +68,18 @@ def fold(problem: Problem, which: Fold = "inputs") -> Folded:
     for name in ("names", "channel", "copy", "host", "startup", "usage", "is_waited"):
         values = getattr(problem, name)
         setattr(folded, name, [values[i] for i in kept])
+    folded.waits = [tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else () for i in kept]
     counts = problem.counts()
     for i, group in zip(kept, members, strict=True):
         if len(group) == 1:
             folded.seconds.append(seconds[i])
             folded.deps.append(tuple([number[d] for d in deps[i]]))
-            folded.waits.append(tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else ())
             folded.allocs.append(problem.allocs[i])
             folded.uses.append(problem.uses[i])
             folded.extra.append(0)
             continue
         folded.seconds.append(sum([seconds[m] for m in group]))
         folded.deps.append(tuple(sorted({number[d] for m in group for d in deps[m] if d not in group})))
-        folded.waits.append(tuple(sorted({number[c] for m in group for c in problem.waits[m]})))
         hidden, extra = _inside(problem, group, counts)
         folded.allocs.append(tuple(s for m in group for s in problem.allocs[m] if s not in hidden))
         folded.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m] if s not in hidden)))

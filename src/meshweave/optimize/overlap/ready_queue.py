@@ -55,6 +55,7 @@ class _Scheduler:
     now: float = 0.0
     progress: float = 0.0  # seconds of compute done
     num_run: int = 0
+    num_queued: int = 0  # starts that can begin now
     live: int = 0
     base: int = 0  # the first item, in the graph's order, that has not run
     limit: int = 0  # items from here on are outside the window
@@ -72,6 +73,8 @@ class _Scheduler:
     other_starts: list[list[tuple[float, int, int]]] = field(init=False)  # by channel: (need, turn, start)
     flying: list[tuple[float, int]] = field(default_factory=list)  # (end, start) of communications without a wait yet
     margin: list[float] = field(init=False)
+    coming_at: int = -1  # the item from which `most_coming` counts
+    most_coming: int = 0
     need: float = 0.0  # the most bytes that were requested and available
     lack: float = inf  # the least bytes that were requested and not available
 
@@ -105,7 +108,7 @@ class _Scheduler:
                 elif at == inf and not self.feed(inf, forced=True):
                     self.widen()
                 continue
-            if self.feed(max(at, self.now) + problem.seconds[kernel]):
+            if self.num_queued and self.feed(max(at, self.now) + problem.seconds[kernel]):
                 continue  # a start may have made items ready
             if self.cap < inf and not self.fits(kernel):
                 kernel, at = self.make_room(kernel, at)
@@ -121,13 +124,16 @@ class _Scheduler:
     def enter(self, i: int) -> None:
         """Queue an item whose operands are computed, or on their way."""
         problem = self.outline.problem
-        waits = problem.waits[i]
-        at = max([self.end[c] for c in waits]) if waits else 0.0
+        at, end = 0.0, self.end
+        for c in problem.waits[i]:
+            if end[c] > at:
+                at = end[c]
         channel = problem.channel[i]
-        if channel >= 0 and at <= self.now:
-            self.queue(i, channel)
-        elif channel >= 0:
-            heappush(self.chained, (at, i))
+        if channel >= 0:
+            if at <= self.now:
+                self.queue(i, channel)
+            else:
+                heappush(self.chained, (at, i))
         elif i > self.limit:
             heappush(self.outside, i)
         elif at <= self.now:
@@ -136,6 +142,7 @@ class _Scheduler:
             heappush(self.pending, (at, self.rank[i]))
 
     def queue(self, start: int, channel: int) -> None:
+        self.num_queued += 1
         if self.outline.grows[start]:
             key = -self.path[start] if self.policy.by_path else self.outline.needs[start]
             heappush(self.gathers[channel], (key, start))
@@ -154,9 +161,10 @@ class _Scheduler:
     def pick(self) -> tuple[int, float]:
         """The next kernel, and when it runs: among ready kernels that with the longest remaining path, else that
         that waits least; -1 if there is none. A start that waits for a communication may come before it."""
-        self.arrive()
+        if self.pending or self.chained:
+            self.arrive()
         while not self.ready and self.chained and (not self.pending or self.chained[0][0] < self.pending[0][0]):
-            if self.has_starts():
+            if self.num_queued:
                 return -1, self.chained[0][0]
             self.now = max(self.now, self.chained[0][0])
             self.arrive()
@@ -182,9 +190,6 @@ class _Scheduler:
             return best
         over = seconds[self.ranked[first]] - gap
         return -1 if over > self.policy.patience * gap else self.ranked[first]
-
-    def has_starts(self) -> bool:
-        return any(self.gathers) or any(self.other_starts)
 
     def take(self, kernel: int) -> None:
         """Remove a picked kernel from its heap."""
@@ -218,15 +223,15 @@ class _Scheduler:
         self.done(kernel)
 
     def done(self, i: int) -> None:
-        self.is_done[i] = True
+        done, missing = self.is_done, self.missing
+        done[i] = True
         self.num_run += 1
-        missing = self.missing
         for u in self.outline.users[i]:
             missing[u] -= 1
             if not missing[u]:
                 self.enter(u)
         if i == self.base:
-            done, base, n = self.is_done, self.base, len(self.is_done)
+            base, n = i, len(done)
             while base < n and done[base]:
                 base += 1
             self.base, self.limit = base, base + self.policy.window
@@ -295,6 +300,7 @@ class _Scheduler:
         return False
 
     def issue(self, start: int, channel: int) -> None:
+        self.num_queued -= 1
         for c in self.outline.problem.waits[start]:
             if not self.is_settled[c]:
                 self.settle(c)
@@ -327,18 +333,25 @@ class _Scheduler:
         if kernel == self.base:
             return True
         counts, sizes = self.counts, self.outline.problem.sizes
-        net = self.outline.growth[kernel] - sum([sizes[s] for s in self.outline.problem.uses[kernel] if counts[s] == 1])
         coming = self.coming()
         if coming > self.cap:
             self.lack = min(self.lack, coming)
-        return net <= 0 or coming > self.cap or self.has(max(coming, self.above() + net + coming))
+            return True
+        net = self.outline.growth[kernel]
+        for s in self.outline.problem.uses[kernel]:
+            if counts[s] == 1:
+                net -= sizes[s]
+        return net <= 0 or self.has(max(coming, self.above() + net + coming))
 
     def above(self) -> int:
         """Live bytes in excess of those in the graph's order before its next item."""
         return self.live - self.outline.before[self.base]
 
     def coming(self) -> int:
-        return self.outline.highest(self.base, self.base + self.policy.window + _HORIZON)
+        if self.coming_at != self.base:
+            self.coming_at = self.base
+            self.most_coming = self.outline.highest(self.base, self.base + self.policy.window + _HORIZON)
+        return self.most_coming
 
     def make_room(self, kernel: int, at: float) -> tuple[int, float]:
         """What to do if a kernel does not fit: first waits for finished communications, then another kernel that fits,

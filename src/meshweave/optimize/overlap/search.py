@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import inf
 
 from meshweave.cost.simulate.clock import Slowdown
+from meshweave.optimize.overlap.improve import filled, unmerged
 from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
 from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.outline import FOLDS, Fold, Folded, Outline, fold
-from meshweave.optimize.overlap.play import NOMINAL, SCENARIOS, SLOW, peak_of, seconds_of
+from meshweave.optimize.overlap.play import NOMINAL, SCENARIOS, SLOW, peak_of, play, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
 
 Method = tuple[Policy, Fold]  # how an order is computed: a policy, and which items are one
@@ -44,6 +45,7 @@ _CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # where lin
 _SIZES = ((32e6, 32e6), (128e6, 128e6), (512e6, 512e6), (inf, inf))
 _SIZES_LARGE = ((32e6, 64e6), (64e6, 128e6), (128e6, 128e6), (256e6, 256e6))
 _FAR = 0.03  # in a large graph still larger buckets are not tried where these are slower by more
+_HOPELESS = 0.1  # methods that are slower by more without buckets are not tried with the best buckets
 _CLOSE = 5e-3  # buckets that are slower than none by less are scheduled by all methods
 _BUSY = 0.9  # the work of links, as a share of that of compute, from which more sizes are tried
 _NEAR = 1.5e-3  # what robustness may cost of the nominal time
@@ -57,6 +59,11 @@ _RUNGS = (1.0, 1.02, 1.1, 1.2, 1.5, 2.0)
 _USUAL = 1.05
 _STEP = 0.9  # from a rung to the next below the peak of the input order, until nothing fits
 _AGAIN = 6000  # items that are scheduled again on each rung, by the fastest methods; at least two methods in any graph
+_MOVES = 40_000  # items that moves from the fastest order may play under each limit
+_TRIED = 2  # sets of buckets
+_STALLS = 4  # stalls of an order that are filled
+_GAIN = 2e-4  # a move that helps less is not taken
+_MOVED = ", moved"
 _ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and copies
 
 
@@ -92,6 +99,7 @@ class OrderSearch:
     slowdown: Slowdown | None
     is_bucketing: bool = True
     is_busy: bool = field(init=False)  # links have about as much work as compute
+    is_careful: bool = True  # orders for slower links are hardly slower
     room: float = inf  # bytes under which orders are searched now; independent of the cap
     shapes: dict[tuple[tuple[Bucket, ...], Fold], _Shape] = field(default_factory=dict)
     judged: list[OrderCandidate] = field(default_factory=list)  # all of them, whatever their peak
@@ -101,6 +109,7 @@ class OrderSearch:
     spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of methods, see `span`
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
+    improved: set[int] = field(default_factory=set)  # candidates from which moves were tried
 
     def __post_init__(self) -> None:
         self.is_busy = self.load() > _BUSY
@@ -114,7 +123,7 @@ class OrderSearch:
         """All candidates under the cap, `orders` first, the input order among them. A search under the cap itself, if
         nothing else fits, depends on it, and another cap may not find the same order: `least` is determined before."""
         for name, order in orders:
-            self.judge(name, self.shape(()), order)
+            self.judge(name, self.shape(()).merged, order)
         usual = self.judged[0].peak
         self.seek(int(usual * _USUAL))
         methods = self.fastest()
@@ -150,12 +159,53 @@ class OrderSearch:
             buckets = best.merged.buckets
         if buckets and not self.is_small:
             self.schedule_all(buckets)
+            if self.is_busy and self.tried:
+                self.resize()
         for policy in _CAREFUL:
             self.schedule(str(policy), self.shape(buckets), policy)
+        self.improve()
+
+    def improve(self) -> None:
+        """Moves from the fastest orders under the present limit, of several sets of buckets, while they help."""
+        fitting = sorted((c for c in self.judged if c.peak <= self.room), key=lambda c: c.seconds[0])
+        by_buckets: dict[tuple[Bucket, ...], OrderCandidate] = {}
+        for c in fitting:
+            if c.seconds[0] <= fitting[0].seconds[0] * (1 + _FAR):
+                by_buckets.setdefault(c.merged.buckets, c)
+        for best in list(by_buckets.values())[:_TRIED]:
+            self.improve_one(best)
+
+    def improve_one(self, best: OrderCandidate | None) -> None:
+        left = _MOVES // max(1, self.merger.reading.problem.num_items)
+        while best is not None and id(best) not in self.improved:
+            self.improved.add(id(best))
+            least, moved = best.seconds[0] * (1 - _GAIN), None
+            for merged, order in islice(self.moves(best), left):
+                left -= 1
+                if seconds_of(merged.problem, order, self.slowdown) < least:
+                    moved = self.judge(best.name.removesuffix(_MOVED) + _MOVED, merged, order)
+                    if moved.peak <= self.room:
+                        break
+            best = moved if moved is not None and moved.peak <= self.room else None
+
+    def moves(self, candidate: OrderCandidate) -> Iterator[tuple[Merged, list[int]]]:
+        """Orders that differ from a candidate by one move: without buckets that save nothing, then with the longest
+        stalls filled."""
+        merged, order = candidate.merged, candidate.order
+        played = play(merged.problem, order, self.slowdown)
+        if merged.buckets:
+            yield unmerged(self.merger, merged, order, played)
+        stalls: dict[int, float] = {}
+        for start, begin, end in played.stalls:
+            stalls[start] = stalls.get(start, 0.0) + end - begin
+        for start in sorted(stalls, key=lambda c: (-stalls[c], c))[:_STALLS]:
+            for moved in filled(merged.problem, order, start, stalls[start]):
+                yield merged, moved
 
     def schedule_all(self, buckets: tuple[Bucket, ...]) -> list[OrderCandidate]:
         """Orders of a set of buckets by every method that has not been tried with it."""
         done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == buckets}
+        done |= self.hopeless() if buckets else set()
         where = f", {len(buckets)} buckets" if buckets else ""
         return [
             self.schedule(name + where, self.shape(buckets, which), policy)
@@ -163,12 +213,20 @@ class OrderSearch:
             if (policy, which) not in done or not buckets
         ]
 
+    def hopeless(self) -> set[Method]:
+        """Methods that are much slower than others without buckets."""
+        single = [(c.seconds[0], (policy, shape.fold)) for c, shape, policy in self.attempts if not c.merged.buckets]
+        fastest = min((seconds for seconds, _ in single), default=inf)
+        able = {method for seconds, method in single if seconds <= (1 + _HOPELESS) * fastest}
+        return {method for _, method in single} - able
+
     def retry(self, room: float, methods: Sequence[tuple[str, _Shape, Policy]]) -> bool:
         """Search orders by some methods under another limit, if memory was the constraint; returns whether any fits."""
         self.room = room
         rest = [attempt for attempt in methods if not self.span(attempt)]
         where = f"in {room / 1e9:.3f} GB" if room < inf else "without a cap"
         tried = [self.schedule(f"{name}, {where}", shape, policy) for name, shape, policy in rest]
+        self.improve()
         return len(rest) < len(methods) or any(c.peak <= room for c in tried)
 
     def span(self, attempt: tuple[str, _Shape, Policy]) -> tuple[float, float] | None:
@@ -204,7 +262,7 @@ class OrderSearch:
             self.schedule(str(policy), plain, policy)
         for policy in (_LEAN, Policy(0), Policy(256, fit=True, patience=10)):
             order, *_ = schedule(plain.outline, policy)
-            self.judge(f"{policy}, whatever the cap", plain, plain.folded.unfold(order))
+            self.judge(f"{policy}, whatever the cap", plain.merged, plain.folded.unfold(order))
 
     def best(self) -> OrderCandidate:
         """The fastest candidate so far under the nominal costs; ties go to the least work of links."""
@@ -228,14 +286,14 @@ class OrderSearch:
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> OrderCandidate:
         order, *span = schedule(shape.outline, policy, self.room)
         self.spans.setdefault((policy, id(shape)), []).append((span[0], span[1]))
-        candidate = self.judge(name, shape, shape.folded.unfold(order))
+        candidate = self.judge(name, shape.merged, shape.folded.unfold(order))
         self.attempts.append((candidate, shape, policy))
         return candidate
 
-    def judge(self, name: str, shape: _Shape, order: Order) -> OrderCandidate:
-        problem = shape.merged.problem
+    def judge(self, name: str, merged: Merged, order: Order) -> OrderCandidate:
+        problem = merged.problem
         seconds = seconds_of(problem, order, self.slowdown)
-        candidate = OrderCandidate(name, shape.merged, tuple(order), (seconds,), peak_of(problem, order), busy(problem))
+        candidate = OrderCandidate(name, merged, tuple(order), (seconds,), peak_of(problem, order), busy(problem))
         self.judged.append(candidate)
         return candidate
 
@@ -248,8 +306,6 @@ class OrderSearch:
                 break
         if self.is_small:
             self.climb()
-        elif self.is_busy:
-            self.resize()
 
     def load(self) -> float:
         """Work of the busiest channel relative to that of the compute stream."""
@@ -264,12 +320,15 @@ class OrderSearch:
         ramps = (0, 0) if self.is_small else (_RAMP, 0) if self.is_busy else (0, _RAMP)
         buckets = self.merger.buckets(gathers, reductions, *ramps)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
-        if buckets not in self.bucketed:
-            self.bucketed[buckets] = min(c.seconds[0] for c in self.all_by(name, buckets, methods))
-            is_close = self.bucketed[buckets] <= (1 + _FAR) * min(self.bucketed.values())
+        done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == buckets}
+        if rest := [method for method in methods or self.leading() if method not in done]:
+            fastest = min(c.seconds[0] for c in self.all_by(name, buckets, rest))
+            is_new, best = buckets not in self.bucketed, min(self.bucketed.values(), default=inf)
+            self.bucketed[buckets] = min(fastest, self.bucketed.get(buckets, inf))
             # To choose from: hardly slower, and good on slower links.
-            if self.is_busy and is_close and not self.is_small:
-                self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
+            if is_new and self.is_careful and self.is_busy and not self.is_small and fastest <= (1 + _FAR) * best:
+                careful = self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
+                self.is_careful = careful.seconds[0] <= (1 + _FAR) * fastest
         self.tried[gathers, reductions] = self.bucketed[buckets]
         return self.bucketed[buckets]
 
@@ -280,7 +339,9 @@ class OrderSearch:
         return reason or "in every set of buckets that was tried either of them is in another bucket"
 
     def resize(self) -> None:
-        """Other sizes for gathers than for reductions, while that helps."""
+        """Other sizes, also for gathers than for reductions, by the method of the fastest order, while that helps."""
+        for sizes in list(self.tried):
+            self.try_buckets(*sizes, self.fastest_method())
         (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
         while True:
             around = ((gathers / 1.5, reductions), (gathers, reductions / 1.5))

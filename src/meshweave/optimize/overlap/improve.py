@@ -1,0 +1,107 @@
+"""Moves from a given order to orders that may be faster: kernels that run during a stall instead of before it, and
+merged collectives that become single again where their links have time for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from meshweave.optimize.overlap.merge import Merged, Merger
+from meshweave.optimize.overlap.model import Order, Problem
+from meshweave.optimize.overlap.play import Playback
+from meshweave.optimize.overlap.waits import with_waits
+
+_PARTS = (1.0, 0.5)  # how much of a stall is filled
+_NOTHING, _SEVERAL = -1, -2  # instead of a start: nothing depends on a kernel, or more than one start
+
+
+def filled(problem: Problem, order: Sequence[int], start: int, stall: float) -> Iterator[list[int]]:
+    """Orders in which the stream reaches a start earlier: kernels before it that it does not need run when the stream
+    waits for it, `stall` seconds or a part of that. With a kernel move all items that need it, such as the start of its
+    gradient's reduction; so the moved kernels are those that lead to a single start, or none, and take longer than that
+    takes of the same channel. The last of them are moved, because what they need lives until then."""
+    at = order.index(start)
+    wait = order.index(~start) if problem.is_waited[start] else len(order)
+    leads = _leads(problem, order[:wait], start)
+    seconds, place = dict[int, float](), dict[int, int]()
+    for i, x in enumerate(order[:at]):
+        if x >= 0 and problem.channel[x] < 0 and leads[x] != _SEVERAL:
+            seconds[leads[x]] = seconds.get(leads[x], 0.0) + problem.seconds[x]
+            place[leads[x]] = i
+    able = []
+    for c in sorted(seconds, key=lambda c: -place[c]):
+        is_same = c >= 0 and problem.channel[c] == problem.channel[start]
+        if seconds[c] > (problem.copy[c] if is_same else 0.0):
+            able.append(c)
+    for part in _PARTS:
+        moved, total = set[int](), 0.0
+        for c in able:
+            if total + seconds[c] <= part * stall:
+                moved.add(c)
+                total += seconds[c]
+        if moved:
+            late = [x for x in order[:wait] if x >= 0 and leads[x] in moved]
+            gone = {*late, *(~x for x in late)}
+            before = [x for x in order[:wait] if x not in gone]
+            yield with_waits(problem, [*before, *late, *(x for x in order[wait:] if x not in gone)])
+
+
+def _leads(problem: Problem, order: Order, start: int) -> dict[int, int]:
+    """By item of an order the only start in it that needs the item; what `start` needs counts as needed by several."""
+    users, leads = problem.users(), {start: _SEVERAL}
+    for x in reversed(order):
+        if x < 0 or x == start:
+            continue
+        later = {leads[u] for u in users[x] if u in leads}
+        if not later:
+            leads[x] = x if problem.channel[x] >= 0 else _NOTHING
+        else:
+            leads[x] = later.pop() if len(later) == 1 and problem.channel[x] < 0 else _SEVERAL
+    return leads
+
+
+def unmerged(merger: Merger, merged: Merged, order: Order, played: Playback) -> tuple[Merged, list[int]]:
+    """The order without buckets whose parts, one by one, would be done when the stream waits for the bucket, without
+    delaying others of the channel beyond that: this saves copies."""
+    problem, single = merged.problem, merger.reading.problem.copy
+    due, now = dict[int, float](), 0.0
+    for x in order:
+        if x < 0:
+            due[~x] = now = max(now, played.end[~x])
+        elif problem.channel[x] < 0:
+            now = played.end[x]
+    split = set[int]()
+    for channel in range(len(problem.channels)):
+        line = [x for x in order if x >= 0 and problem.channel[x] == channel]
+        latest = played.seconds
+        for c in reversed(line):
+            due[c] = latest = min(due.get(c, latest), latest)
+            latest -= problem.copy[c]
+        now = 0.0
+        for c in line:
+            now = max(now, played.begin[c]) + problem.copy[c]
+            bucket = merged.buckets[merged.items[c].bucket] if merged.items[c].kind == "start" else ()
+            more = sum(single[part] for part in bucket) - problem.copy[c]
+            if bucket and now + more <= due[c]:
+                split.add(merged.items[c].bucket)
+                now += more
+    rest = merger.merged([bucket for b, bucket in enumerate(merged.buckets) if b not in split])
+    return rest, _carried(merged, rest, order)
+
+
+def _carried(old: Merged, new: Merged, order: Order) -> list[int]:
+    """An order for a problem that has only some of the buckets: the parts of others begin where their bucket did."""
+    number = {
+        (item.kind, item.of if item.kind in ("node", "unpack") else new.buckets[item.bucket]): i
+        for i, item in enumerate(new.items)
+    }
+    carried: list[int] = []
+    for x in order:
+        item = old.items[x if x >= 0 else ~x]
+        bucket = old.buckets[item.bucket] if item.kind != "node" else ()
+        key = (item.kind, item.of if item.kind in ("node", "unpack") else bucket)
+        if key in number:
+            items = [number[key]]
+        else:
+            items = [number["node", c] for c in bucket] if item.kind == "start" else []
+        carried += items if x >= 0 else [~i for i in items]
+    return carried
