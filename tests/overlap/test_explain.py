@@ -36,7 +36,7 @@ class Judged:
         shape = self.search.shape(buckets)
         names = shape.merged.problem.names
         order = [~names.index(x[1:]) if x.startswith("~") else names.index(x) for x in text.split()]
-        return self.search.judge(name, shape, with_waits(shape.merged.problem, order))
+        return self.search.judge(name, shape.merged, with_waits(shape.merged.problem, order))
 
     def rows(self, text: str) -> dict[str, CollectiveRow]:
         return {row.name: row for row in collective_rows(self.merger, self.order(text), None)}
@@ -68,7 +68,7 @@ def alone() -> fx.GraphModule:
 def test_rows_are_exposed_for_as_long_as_compute_waits() -> None:
     """In every order: what the step takes beyond its kernels."""
     judged = Judged(graph(group="b"), by_name(SECONDS))
-    orders = [judged.search.judge("", judged.search.shape(()), with_waits(judged.problem, items))
+    orders = [judged.search.judge("", judged.search.merged(()), with_waits(judged.problem, items))
               for items in all_orders(judged.problem)]  # fmt: skip
     assert len(orders) > 100
     for order in orders:
@@ -145,7 +145,7 @@ def test_a_merged_collective_has_the_bytes_of_all() -> None:
     waits = [b.wait(None, start) for start in starts]
     judged = Judged(b.done(*waits), by_size({}, latency=1.0, seconds=1.0))
     shape = judged.search.shape(((0, 1),))
-    rows = collective_rows(judged.merger, judged.search.judge("", shape, shape.merged.problem.order), None)
+    rows = collective_rows(judged.merger, judged.search.judge("", shape.merged, shape.merged.problem.order), None)
     assert [(row.name, row.op, row.bytes) for row in rows] == [
         ("gather_x+gather_y", "all_gather_into_tensor", 512), ("total", "all_reduce", 512),
         ("part", "reduce_scatter_tensor", 512),
@@ -173,7 +173,7 @@ PLAIN = "relu_0 gather_0 relu_1 gather_1"
 def test_a_merge_saves_the_latency_of_all_but_one() -> None:
     judged = Judged(gathers(3), COST)
     starts = tuple(judged.problem.starts)
-    chosen = judged.search.judge("mine", shape := judged.search.shape((starts,)), shape.merged.problem.order)
+    chosen = judged.search.judge("mine", merged := judged.search.merged((starts,)), merged.problem.order)
     assert merge_rows(judged.search, chosen) == (
         Merge(("gather_0", "gather_1", "gather_2"), True, "", pytest.approx(2e-3)),
     )
@@ -213,7 +213,7 @@ def test_the_best_order_that_merges_them_is_compared(seconds: float, busy: float
     chosen = judged.order(PLAIN)
     assert (chosen.seconds[0], chosen.busy) == pytest.approx((6e-3, 6e-3))
     shape = judged.search.shape((tuple(judged.problem.starts),))
-    merged = judged.search.judge("wide", shape, shape.merged.problem.order)
+    merged = judged.search.judge("wide", shape.merged, shape.merged.problem.order)
     slower = replace(merged, name="slower", seconds=(seconds + 1e-3,))
     unfit = replace(merged, name="too large", seconds=(1e-3,), peak=10**9)
     judged.search.cap = 10**6

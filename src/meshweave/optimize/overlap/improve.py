@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from meshweave.optimize.overlap.merge import Merged, Merger
+from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
 from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.play import Playback
 from meshweave.optimize.overlap.waits import with_waits
@@ -59,9 +59,9 @@ def _leads(problem: Problem, order: Order, start: int) -> dict[int, int]:
     return leads
 
 
-def unmerged(merger: Merger, merged: Merged, order: Order, played: Playback) -> tuple[Merged, list[int]]:
-    """The order without buckets whose parts, one by one, would be done when the stream waits for the bucket, without
-    delaying others of the channel beyond that: this saves copies."""
+def needed_buckets(merger: Merger, merged: Merged, order: Order, played: Playback) -> tuple[Bucket, ...]:
+    """The buckets but those whose parts, one by one, would be done when the stream waits for the bucket, without
+    delaying others of the channel beyond that: to leave them saves copies."""
     problem, single = merged.problem, merger.reading.problem.copy
     due, now = dict[int, float](), 0.0
     for x in order:
@@ -84,24 +84,20 @@ def unmerged(merger: Merger, merged: Merged, order: Order, played: Playback) -> 
             if bucket and now + more <= due[c]:
                 split.add(merged.items[c].bucket)
                 now += more
-    rest = merger.merged([bucket for b, bucket in enumerate(merged.buckets) if b not in split])
-    return rest, _carried(merged, rest, order)
+    return tuple(bucket for b, bucket in enumerate(merged.buckets) if b not in split)
 
 
-def _carried(old: Merged, new: Merged, order: Order) -> list[int]:
+def carried(old: Merged, new: Merged, order: Order) -> list[int]:
     """An order for a problem that has only some of the buckets: the parts of others begin where their bucket did."""
     number = {
         (item.kind, item.of if item.kind in ("node", "unpack") else new.buckets[item.bucket]): i
         for i, item in enumerate(new.items)
     }
-    carried: list[int] = []
+    entries: list[int] = []
     for x in order:
         item = old.items[x if x >= 0 else ~x]
         bucket = old.buckets[item.bucket] if item.kind != "node" else ()
         key = (item.kind, item.of if item.kind in ("node", "unpack") else bucket)
-        if key in number:
-            items = [number[key]]
-        else:
-            items = [number["node", c] for c in bucket] if item.kind == "start" else []
-        carried += items if x >= 0 else [~i for i in items]
-    return carried
+        items = [number[key]] if key in number else [number["node", c] for c in bucket if item.kind == "start"]
+        entries += items if x >= 0 else [~i for i in items]
+    return entries

@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from math import inf
 
 from meshweave.cost.simulate.clock import Slowdown
-from meshweave.optimize.overlap.improve import filled, unmerged
+from meshweave.optimize.overlap.improve import carried, filled, needed_buckets
 from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
 from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.outline import FOLDS, Fold, Folded, Outline, fold
@@ -60,7 +60,7 @@ _USUAL = 1.05
 _STEP = 0.9  # from a rung to the next below the peak of the input order, until nothing fits
 _AGAIN = 6000  # items that are scheduled again on each rung, by the fastest methods; at least two methods in any graph
 _MOVES = 40_000  # items that moves from the fastest order may play under each limit
-_TRIED = 2  # sets of buckets
+_BASES = 2  # orders of different buckets from which moves are tried
 _STALLS = 4  # stalls of an order that are filled
 _GAIN = 2e-4  # a move that helps less is not taken
 _MOVED = ", moved"
@@ -102,6 +102,7 @@ class OrderSearch:
     is_careful: bool = True  # orders for slower links are hardly slower
     room: float = inf  # bytes under which orders are searched now; independent of the cap
     shapes: dict[tuple[tuple[Bucket, ...], Fold], _Shape] = field(default_factory=dict)
+    problems: dict[tuple[Bucket, ...], Merged] = field(default_factory=dict)
     judged: list[OrderCandidate] = field(default_factory=list)  # all of them, whatever their peak
     attempts: list[tuple[OrderCandidate, _Shape, Policy]] = field(default_factory=list)  # of the search itself
     # the order of least peak, independent of the cap: a cap that the user can ask for
@@ -172,10 +173,11 @@ class OrderSearch:
         for c in fitting:
             if c.seconds[0] <= fitting[0].seconds[0] * (1 + _FAR):
                 by_buckets.setdefault(c.merged.buckets, c)
-        for best in list(by_buckets.values())[:_TRIED]:
+        for best in list(by_buckets.values())[:_BASES]:
             self.improve_one(best)
 
     def improve_one(self, best: OrderCandidate | None) -> None:
+        """Moves from an order, each from the result of the last."""
         left = _MOVES // max(1, self.merger.reading.problem.num_items)
         while best is not None and id(best) not in self.improved:
             self.improved.add(id(best))
@@ -193,8 +195,10 @@ class OrderSearch:
         stalls filled."""
         merged, order = candidate.merged, candidate.order
         played = play(merged.problem, order, self.slowdown)
-        if merged.buckets:
-            yield unmerged(self.merger, merged, order, played)
+        buckets = needed_buckets(self.merger, merged, order, played)
+        if buckets != merged.buckets:
+            rest = self.merged(buckets)
+            yield rest, carried(merged, rest, order)
         stalls: dict[int, float] = {}
         for start, begin, end in played.stalls:
             stalls[start] = stalls.get(start, 0.0) + end - begin
@@ -276,12 +280,16 @@ class OrderSearch:
 
     def shape(self, buckets: tuple[Bucket, ...], which: Fold = "inputs") -> _Shape:
         if (buckets, which) not in self.shapes:
-            other = next((self.shapes[buckets, f] for f in FOLDS if (buckets, f) in self.shapes), None)
-            merged = other.merged if other is not None else self.merger.merged(buckets)
+            merged = self.merged(buckets)
             folded = fold(merged.problem, which)
             shape = _Shape(merged, folded, Outline(folded.problem), which)
             self.shapes[buckets, which] = self.shapes[merged.buckets, which] = shape
         return self.shapes[buckets, which]
+
+    def merged(self, buckets: tuple[Bucket, ...]) -> Merged:
+        if buckets not in self.problems:
+            self.problems[buckets] = self.merger.merged(buckets)
+        return self.problems[buckets]
 
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> OrderCandidate:
         order, *span = schedule(shape.outline, policy, self.room)
@@ -320,17 +328,19 @@ class OrderSearch:
         ramps = (0, 0) if self.is_small else (_RAMP, 0) if self.is_busy else (0, _RAMP)
         buckets = self.merger.buckets(gathers, reductions, *ramps)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
-        done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == buckets}
-        if rest := [method for method in methods or self.leading() if method not in done]:
-            fastest = min(c.seconds[0] for c in self.all_by(name, buckets, rest))
-            is_new, best = buckets not in self.bucketed, min(self.bucketed.values(), default=inf)
-            self.bucketed[buckets] = min(fastest, self.bucketed.get(buckets, inf))
-            # To choose from: hardly slower, and good on slower links.
-            if is_new and self.is_careful and self.is_busy and not self.is_small and fastest <= (1 + _FAR) * best:
-                careful = self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
-                self.is_careful = careful.seconds[0] <= (1 + _FAR) * fastest
-        self.tried[gathers, reductions] = self.bucketed[buckets]
-        return self.bucketed[buckets]
+        made = self.merged(buckets).buckets
+        done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == made}
+        rest = [method for method in methods or self.leading() if method not in done]
+        tried = self.all_by(name, buckets, rest) if rest else []
+        best, is_new = min(self.bucketed.values(), default=inf), buckets not in self.bucketed
+        fastest = min(c.seconds[0] for c, *_ in self.attempts if c.merged.buckets == made)
+        self.bucketed[buckets] = self.tried[gathers, reductions] = fastest
+        # To choose from: hardly slower, and good on slower links.
+        is_close = fastest <= (1 + _FAR) * best and is_new and tried
+        if is_close and self.is_careful and self.is_busy and not self.is_small:
+            careful = self.schedule(f"{_CAREFUL[0]}, {name}", self.shape(buckets), _CAREFUL[0])
+            self.is_careful = careful.seconds[0] <= (1 + _FAR) * fastest
+        return fastest
 
     def why_apart(self, bucket: Bucket, start: int) -> str:
         """Why no tried set of buckets has a start in a bucket."""
