@@ -68,7 +68,7 @@ def alone() -> fx.GraphModule:
 def test_rows_are_exposed_for_as_long_as_compute_waits() -> None:
     """In every order: what the step takes beyond its kernels."""
     judged = Judged(graph(group="b"), by_name(SECONDS))
-    orders = [judged.search.judge("", judged.search.merged(()), with_waits(judged.problem, items))
+    orders = [judged.search.judge("", judged.search.shape(()).merged, with_waits(judged.problem, items))
               for items in all_orders(judged.problem)]  # fmt: skip
     assert len(orders) > 100
     for order in orders:
@@ -173,7 +173,7 @@ PLAIN = "relu_0 gather_0 relu_1 gather_1"
 def test_a_merge_saves_the_latency_of_all_but_one() -> None:
     judged = Judged(gathers(3), COST)
     starts = tuple(judged.problem.starts)
-    chosen = judged.search.judge("mine", merged := judged.search.merged((starts,)), merged.problem.order)
+    chosen = judged.search.judge("mine", merged := judged.search.shape((starts,)).merged, merged.problem.order)
     assert merge_rows(judged.search, chosen) == (
         Merge(("gather_0", "gather_1", "gather_2"), True, "", pytest.approx(2e-3)),
     )

@@ -1,13 +1,10 @@
-"""Moves from a given order to orders that may be faster: kernels that run during a stall instead of before it, and
-merged collectives that become single again where their links have time for that."""
+"""Moves from a given order to orders that may be faster: kernels that run during a stall instead of before it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
 from meshweave.optimize.overlap.model import Order, Problem
-from meshweave.optimize.overlap.play import Playback
 from meshweave.optimize.overlap.waits import with_waits
 
 _PARTS = (1.0, 0.5)  # how much of a stall is filled
@@ -57,47 +54,3 @@ def _leads(problem: Problem, order: Order, start: int) -> dict[int, int]:
         else:
             leads[x] = later.pop() if len(later) == 1 and problem.channel[x] < 0 else _SEVERAL
     return leads
-
-
-def needed_buckets(merger: Merger, merged: Merged, order: Order, played: Playback) -> tuple[Bucket, ...]:
-    """The buckets but those whose parts, one by one, would be done when the stream waits for the bucket, without
-    delaying others of the channel beyond that: to leave them saves copies."""
-    problem, single = merged.problem, merger.reading.problem.copy
-    due, now = dict[int, float](), 0.0
-    for x in order:
-        if x < 0:
-            due[~x] = now = max(now, played.end[~x])
-        elif problem.channel[x] < 0:
-            now = played.end[x]
-    split = set[int]()
-    for channel in range(len(problem.channels)):
-        line = [x for x in order if x >= 0 and problem.channel[x] == channel]
-        latest = played.seconds
-        for c in reversed(line):
-            due[c] = latest = min(due.get(c, latest), latest)
-            latest -= problem.copy[c]
-        now = 0.0
-        for c in line:
-            now = max(now, played.begin[c]) + problem.copy[c]
-            bucket = merged.buckets[merged.items[c].bucket] if merged.items[c].kind == "start" else ()
-            more = sum(single[part] for part in bucket) - problem.copy[c]
-            if bucket and now + more <= due[c]:
-                split.add(merged.items[c].bucket)
-                now += more
-    return tuple(bucket for b, bucket in enumerate(merged.buckets) if b not in split)
-
-
-def carried(old: Merged, new: Merged, order: Order) -> list[int]:
-    """An order for a problem that has only some of the buckets: the parts of others begin where their bucket did."""
-    number = {
-        (item.kind, item.of if item.kind in ("node", "unpack") else new.buckets[item.bucket]): i
-        for i, item in enumerate(new.items)
-    }
-    entries: list[int] = []
-    for x in order:
-        item = old.items[x if x >= 0 else ~x]
-        bucket = old.buckets[item.bucket] if item.kind != "node" else ()
-        key = (item.kind, item.of if item.kind in ("node", "unpack") else bucket)
-        items = [number[key]] if key in number else [number["node", c] for c in bucket if item.kind == "start"]
-        entries += items if x >= 0 else [~i for i in items]
-    return entries

@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from math import inf
 
 from meshweave.cost.simulate.clock import Slowdown
-from meshweave.optimize.overlap.improve import carried, filled, needed_buckets
+from meshweave.optimize.overlap.improve import filled
 from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
 from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.outline import FOLDS, Fold, Folded, Outline, fold
@@ -60,7 +60,6 @@ _USUAL = 1.05
 _STEP = 0.9  # from a rung to the next below the peak of the input order, until nothing fits
 _AGAIN = 6000  # items that are scheduled again on each rung, by the fastest methods; at least two methods in any graph
 _MOVES = 40_000  # items that moves from the fastest order may play under each limit
-_BASES = 2  # orders of different buckets from which moves are tried
 _STALLS = 4  # stalls of an order that are filled
 _GAIN = 2e-4  # a move that helps less is not taken
 _MOVED = ", moved"
@@ -102,7 +101,6 @@ class OrderSearch:
     is_careful: bool = True  # orders for slower links are hardly slower
     room: float = inf  # bytes under which orders are searched now; independent of the cap
     shapes: dict[tuple[tuple[Bucket, ...], Fold], _Shape] = field(default_factory=dict)
-    problems: dict[tuple[Bucket, ...], Merged] = field(default_factory=dict)
     judged: list[OrderCandidate] = field(default_factory=list)  # all of them, whatever their peak
     attempts: list[tuple[OrderCandidate, _Shape, Policy]] = field(default_factory=list)  # of the search itself
     # the order of least peak, independent of the cap: a cap that the user can ask for
@@ -161,50 +159,35 @@ class OrderSearch:
         if buckets and not self.is_small:
             self.schedule_all(buckets)
             if self.is_busy and self.tried:
-                self.resize()
+                self.resize()  # by a method that is fastest only with buckets
         for policy in _CAREFUL:
             self.schedule(str(policy), self.shape(buckets), policy)
         self.improve()
 
     def improve(self) -> None:
-        """Moves from the fastest orders under the present limit, of several sets of buckets, while they help."""
-        fitting = sorted((c for c in self.judged if c.peak <= self.room), key=lambda c: c.seconds[0])
-        by_buckets: dict[tuple[Bucket, ...], OrderCandidate] = {}
-        for c in fitting:
-            if c.seconds[0] <= fitting[0].seconds[0] * (1 + _FAR):
-                by_buckets.setdefault(c.merged.buckets, c)
-        for best in list(by_buckets.values())[:_BASES]:
-            self.improve_one(best)
-
-    def improve_one(self, best: OrderCandidate | None) -> None:
-        """Moves from an order, each from the result of the last."""
+        """Fill the longest stalls of the fastest order under the present limit, while that helps."""
         left = _MOVES // max(1, self.merger.reading.problem.num_items)
+        best = min((c for c in self.judged if c.peak <= self.room), key=lambda c: c.seconds[0], default=None)
         while best is not None and id(best) not in self.improved:
             self.improved.add(id(best))
-            least, moved = best.seconds[0] * (1 - _GAIN), None
-            for merged, order in islice(self.moves(best), left):
+            least, name = best.seconds[0] * (1 - _GAIN), best.name.removesuffix(_MOVED) + _MOVED
+            problem, better = best.merged.problem, None
+            for order in islice(self.moves(best), left):
                 left -= 1
-                if seconds_of(merged.problem, order, self.slowdown) < least:
-                    moved = self.judge(best.name.removesuffix(_MOVED) + _MOVED, merged, order)
-                    if moved.peak <= self.room:
+                if seconds_of(problem, order, self.slowdown) < least:
+                    better = self.judge(name, best.merged, order)
+                    if better.peak <= self.room:
                         break
-            best = moved if moved is not None and moved.peak <= self.room else None
+                    better = None
+            best = better
 
-    def moves(self, candidate: OrderCandidate) -> Iterator[tuple[Merged, list[int]]]:
-        """Orders that differ from a candidate by one move: without buckets that save nothing, then with the longest
-        stalls filled."""
-        merged, order = candidate.merged, candidate.order
-        played = play(merged.problem, order, self.slowdown)
-        buckets = needed_buckets(self.merger, merged, order, played)
-        if buckets != merged.buckets:
-            rest = self.merged(buckets)
-            yield rest, carried(merged, rest, order)
-        stalls: dict[int, float] = {}
-        for start, begin, end in played.stalls:
+    def moves(self, candidate: OrderCandidate) -> Iterator[list[int]]:
+        """The order of a candidate with one of its longest stalls filled."""
+        problem, stalls = candidate.merged.problem, dict[int, float]()
+        for start, begin, end in play(problem, candidate.order, self.slowdown).stalls:
             stalls[start] = stalls.get(start, 0.0) + end - begin
         for start in sorted(stalls, key=lambda c: (-stalls[c], c))[:_STALLS]:
-            for moved in filled(merged.problem, order, start, stalls[start]):
-                yield merged, moved
+            yield from filled(problem, candidate.order, start, stalls[start])
 
     def schedule_all(self, buckets: tuple[Bucket, ...]) -> list[OrderCandidate]:
         """Orders of a set of buckets by every method that has not been tried with it."""
@@ -280,16 +263,12 @@ class OrderSearch:
 
     def shape(self, buckets: tuple[Bucket, ...], which: Fold = "inputs") -> _Shape:
         if (buckets, which) not in self.shapes:
-            merged = self.merged(buckets)
+            other = next((self.shapes[buckets, f] for f in FOLDS if (buckets, f) in self.shapes), None)
+            merged = other.merged if other is not None else self.merger.merged(buckets)
             folded = fold(merged.problem, which)
             shape = _Shape(merged, folded, Outline(folded.problem), which)
             self.shapes[buckets, which] = self.shapes[merged.buckets, which] = shape
         return self.shapes[buckets, which]
-
-    def merged(self, buckets: tuple[Bucket, ...]) -> Merged:
-        if buckets not in self.problems:
-            self.problems[buckets] = self.merger.merged(buckets)
-        return self.problems[buckets]
 
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> OrderCandidate:
         order, *span = schedule(shape.outline, policy, self.room)
@@ -314,6 +293,8 @@ class OrderSearch:
                 break
         if self.is_small:
             self.climb()
+        elif self.is_busy:
+            self.resize()
 
     def load(self) -> float:
         """Work of the busiest channel relative to that of the compute stream."""
@@ -328,7 +309,7 @@ class OrderSearch:
         ramps = (0, 0) if self.is_small else (_RAMP, 0) if self.is_busy else (0, _RAMP)
         buckets = self.merger.buckets(gathers, reductions, *ramps)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
-        made = self.merged(buckets).buckets
+        made = self.shape(buckets).merged.buckets
         done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == made}
         rest = [method for method in methods or self.leading() if method not in done]
         tried = self.all_by(name, buckets, rest) if rest else []
