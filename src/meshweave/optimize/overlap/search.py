@@ -331,8 +331,8 @@ class OrderSearch:
 
     def resize(self) -> None:
         """Other sizes, also for gathers than for reductions, by the method of the fastest order, while that helps."""
-        for sizes in list(self.tried):
-            self.try_buckets(*sizes, self.fastest_method())
+        for pair in list(self.tried):
+            self.try_buckets(*pair, self.fastest_method())
         (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
         while True:
             around = ((gathers / 1.5, reductions), (gathers, reductions / 1.5))
