@@ -309,12 +309,12 @@ class OrderSearch:
         ramps = (0, 0) if self.is_small else (_RAMP, 0) if self.is_busy else (0, _RAMP)
         buckets = self.merger.buckets(gathers, reductions, *ramps)
         name = f"buckets of {_size(gathers)}" + (f" and {_size(reductions)}" if gathers != reductions else "")
-        made = self.shape(buckets).merged.buckets
-        done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == made}
+        merged_buckets = self.shape(buckets).merged.buckets
+        done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == merged_buckets}
         rest = [method for method in methods or self.leading() if method not in done]
         tried = self.all_by(name, buckets, rest) if rest else []
         best, is_new = min(self.bucketed.values(), default=inf), buckets not in self.bucketed
-        fastest = min(c.seconds[0] for c, *_ in self.attempts if c.merged.buckets == made)
+        fastest = min(c.seconds[0] for c, *_ in self.attempts if c.merged.buckets == merged_buckets)
         self.bucketed[buckets] = self.tried[gathers, reductions] = fastest
         # To choose from: hardly slower, and good on slower links.
         is_close = fastest <= (1 + _FAR) * best and is_new and tried
