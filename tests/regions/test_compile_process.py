@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,8 @@ from tests.regions.test_backend import MODELS, assert_alike, num_regions, traine
 import meshweave as mw
 from meshweave.interop import inductor, inductor_settings
 from meshweave.runtime import session
-from meshweave.runtime.regions.compile_process import shared_out
-from meshweave.runtime.regions.compiler import backend_for
+from meshweave.runtime.regions.compile_process import CompileProcess, begin_compiling, shared_out
+from meshweave.runtime.regions.compiler import Kernels, RegionCompiler, backend_for
 
 MOST_SECONDS = 240.0
 
@@ -116,7 +118,7 @@ def test_without_memory_for_steps_op_by_op_or_a_cache_regions_come_first(
     assert num_regions(step)
     assert not never_done
     monkeypatch.undo()  # of `never_done`, too
-    with inductor_settings.config.patch(force_disable_caches=True):
+    with inductor.config.patch(force_disable_caches=True):
         step, _ = trained("linear", "background", steps=1)
     assert num_regions(step)
 
@@ -145,6 +147,30 @@ def test_ranks_of_a_host_begin_with_different_regions(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert shared_out(regions) == list("cdefab")
+
+
+def test_what_a_process_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script, has_begun = tmp_path / "python", tmp_path / "begun"
+    script.write_text(f"#!/bin/sh\nsleep 60 & touch {has_begun}; wait\n")  # as it waits for a C++ compiler
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    process = CompileProcess((), Kernels(), {})
+    while not has_begun.exists():
+        time.sleep(0.01)
+    process._end()
+    process._thread.join(10.0)  # all have closed its stderr
+    assert not process.is_running
+
+
+def test_settings_without_a_form_of_bytes_compile_before_the_first_step() -> None:
+    with inductor.config.patch(_micro_pipeline_tp=True):
+        found = inductor_settings.settings()
+    assert found is not None
+    assert found["config"]["_micro_pipeline_tp"]
+    compiler = RegionCompiler("background")
+    with inductor.config.patch(inductor_choices_class=Path):  # torch asks for its `uuid`
+        assert begin_compiling(compiler, ()) is None
+    assert len(compiler.notes) == 1
 
 
 def job(pipe: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.exc import InductorError
 from torch._inductor.exc import InvalidCxxCompiler as InvalidCxxCompiler
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.utils import contains_collective as contains_collective
@@ -86,7 +87,10 @@ def compile_graph(
     own |= {"deterministic": True} if not is_tuned and device.type == "cuda" else {}
     context = TracingContext(mode)
     with config.patch(own), torch.no_grad(), tracing(context), V.set_fake_mode(mode):
-        compiled: Any = compile_fx_inner(traced, inputs, is_inference=True)
+        try:
+            compiled: Any = compile_fx_inner(traced, inputs, is_inference=True)
+        except InductorError as error:  # of any kind
+            raise error.inner_exception from error
     if device.type == "cpu":
         return compiled  # type: ignore[no-any-return]
     return _WithTracedShapes(compiled, tuple(tuple(x.meta["val"].shape) for x in output.args[0]))

@@ -22,7 +22,7 @@ def settings() -> dict[str, Any] | None:
     if not config.fx_graph_cache or config.force_disable_caches:
         return None
     return {
-        "config": config.save_config_portable(),
+        "config": config.save_config_portable(ignore_private_configs=False),
         "matmul": {name: getattr(torch.backends.cuda.matmul, name) for name in _MATMUL},
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from inspect import isfunction
 from io import BytesIO
 from typing import Any
@@ -32,12 +33,12 @@ _OPERATORS = {kernel: operator for operator, kernel in SEEN_INTO.items()}
 
 def begin_compiling(compiler: RegionCompiler, functions: Collection[RegionFunction]) -> CompileProcess | None:
     """A process that compiles functions; None if it cannot, or if what it compiles would not be on a disk."""
-    settings = inductor_settings.settings()
-    if settings is None:
-        return None
     try:
+        settings = inductor_settings.settings()
+        if settings is None:
+            return None
         return CompileProcess(shared_out(list(functions)), compiler.kernels, settings)
-    except (pickle.PicklingError, AttributeError, TypeError, OSError) as error:
+    except Exception as error:  # whatever the user's settings raise that have no form of bytes
         compiler.note(f"regions are compiled before the first step, not beside steps ({type(error).__name__}: {error})")
         return None
 
@@ -65,7 +66,7 @@ class CompileProcess:
             start_new_session=True,  # Ctrl-C is for this process
         )
         errors: list[bytes] = []
-        self._process, self._errors, self._end = process, errors, finalize(self, process.kill)
+        self._process, self._errors, self._end = process, errors, finalize(self, end_group, process)
         self._thread = threading.Thread(target=lambda: errors.append(process.communicate(message)[1]), daemon=True)
         self._thread.start()
 
@@ -84,6 +85,13 @@ class CompileProcess:
             return ""
         last = b"".join(self._errors).decode(errors="replace").strip().splitlines()[-1:]
         return f"exit code {self._process.returncode}: {''.join(last)[:_SHOWN]}"
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and the C++ compilers that it runs, which would go on for seconds (not from a forked parent)."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _dumped(function: RegionFunction) -> bytes:
@@ -129,4 +137,4 @@ def _watch(parent: int) -> None:
     """End with the process that asked."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    signal.raise_signal(signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)
