@@ -213,7 +213,8 @@ class OrderSearch:
         rest = [attempt for attempt in methods if not self.span(attempt)]
         where = f"in {room / 1e9:.3f} GB" if room < inf else "without a cap"
         tried = [self.schedule(f"{name}, {where}", shape, policy) for name, shape, policy in rest]
-        self.improve()
+        if room < inf or self.cap == inf:  # else another cap would move another order
+            self.improve()
         return len(rest) < len(methods) or any(c.peak <= room for c in tried)
 
     def span(self, attempt: tuple[str, _Shape, Policy]) -> tuple[float, float] | None:
