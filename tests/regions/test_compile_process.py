@@ -68,7 +68,7 @@ def never_done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         is_running = True
         failure = ""
 
-        def wait(self) -> None:
+        def wait(self, seconds: float | None = None) -> None:
             self.is_running = False
 
         def close(self) -> str:

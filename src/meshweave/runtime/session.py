@@ -340,7 +340,9 @@ class Session:
         would diverge by rounding, so the processes ask each other: before early steps, and now and then."""
         self._num_asked += 1
         if waits:
-            process.wait()
+            while process.is_running:
+                self.world.check()
+                process.wait(POLL)
         elif self._num_asked > _ASKED and self._num_asked % _ASKED:
             return True
         if on_any(self.world, process.is_running):

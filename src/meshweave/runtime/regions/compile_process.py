@@ -70,8 +70,8 @@ class CompileProcess:
         self._thread = threading.Thread(target=lambda: errors.append(process.communicate(message)[1]), daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
 
     @property
     def is_running(self) -> bool:
