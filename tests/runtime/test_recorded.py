@@ -346,7 +346,7 @@ def test_language_models_train_by_cuda_graphs(family: str, dtype: torch.dtype, m
             optimizer=optimizer,
             mesh="",
             clip_grad_norm=1.0,
-            run=mw.RunOptions(cuda_graphs=cuda_graphs),
+            run=mw.RunOptions(backend="inductor", cuda_graphs=cuda_graphs),
         )
         losses[cuda_graphs] = [float(step({"input_ids": ids + i, "labels": ids + i})) for i in range(6)]
         losses[cuda_graphs].append(float(step.evaluate(batch)))
