@@ -247,7 +247,8 @@ def test_a_checkpoint_that_draws_other_numbers_again_is_seen(monkeypatch: pytest
 
     monkeypatch.setattr(step, "Provenance", Counts)
     failed = check().failed
-    assert "one device" in {e.run for e in failed}  # and of torch 2.13 the mesh in float64
+    in_float64 = {"mesh in float64"} if torch.__version__ >= (2, 13) else set()
+    assert {e.run for e in failed} >= {"one device", *in_float64}
     assert "down.weight" not in {e.name for e in failed if e.kind == "gradient 1" and e.run == "mesh"}
 
 
