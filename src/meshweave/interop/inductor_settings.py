@@ -30,7 +30,7 @@ def settings() -> dict[str, Any] | None:
         ),
         "dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
-        "device": torch.cuda.current_device() if torch.cuda.is_available() else None,
+        "device": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
     }
 
 
