@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.overlap.by_hand import communication, kernel, problem_of
 from tests.overlap.test_bounds import random_problem
 
-from meshweave.optimize.overlap.improve import filled
+from meshweave.optimize.overlap.improve import fill_stall
 from meshweave.optimize.overlap.play import play, seconds_of
 from meshweave.optimize.overlap.waits import with_waits
 
@@ -21,7 +21,7 @@ def test_kernels_of_other_reductions_run_while_the_last_is_awaited() -> None:
     )
     order = with_waits(problem, range(8))
     start = problem.names.index("sum_last")
-    both, one = filled(problem, order, start, 5.0)
+    both, one = fill_stall(problem, order, start, 5.0)
     moved = [[problem.names[x] for x in items if x >= 0] for items in (both, one)]
     assert moved[0] == [
         *("first", "sum_first", "last", "sum_last", "second", "sum_second", "third", "sum_third"),
@@ -37,7 +37,7 @@ def test_they_are_orders() -> None:
     for seed in range(20):
         problem = random_problem(seed, 40)
         for start, begin, end in play(problem, problem.order).stalls:
-            for moved in filled(problem, problem.order, start, 4 * (end - begin)):
+            for moved in fill_stall(problem, problem.order, start, 4 * (end - begin)):
                 assert problem.check(moved) == ""
                 num_moved += 1
     assert num_moved > 40

@@ -19,7 +19,7 @@ from tests.regions.test_backend import MODELS, assert_alike, num_regions, traine
 import meshweave as mw
 from meshweave.interop import inductor, inductor_settings
 from meshweave.runtime import session
-from meshweave.runtime.regions.compile_process import CompileProcess, begin_compiling, shared_out
+from meshweave.runtime.regions.compile_process import CompileProcess, begin_compiling, rotate_to_own_share
 from meshweave.runtime.regions.compiler import Kernels, RegionCompiler, backend_for
 
 MOST_SECONDS = 240.0
@@ -143,10 +143,10 @@ def test_a_process_ends_with_the_one_that_asked() -> None:
 
 def test_ranks_of_a_host_begin_with_different_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     regions: Any = list("abcdef")
-    assert shared_out(regions) == regions
+    assert rotate_to_own_share(regions) == regions
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert shared_out(regions) == list("cdefab")
+    assert rotate_to_own_share(regions) == list("cdefab")
 
 
 def test_what_a_process_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

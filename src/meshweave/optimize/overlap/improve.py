@@ -11,7 +11,7 @@ _PARTS = (1.0, 0.5)  # how much of a stall is filled
 _NOTHING, _SEVERAL = -1, -2  # instead of a start: nothing depends on a kernel, or more than one start
 
 
-def filled(problem: Problem, order: Sequence[int], start: int, stall: float) -> Iterator[list[int]]:
+def fill_stall(problem: Problem, order: Sequence[int], start: int, stall: float) -> Iterator[list[int]]:
     """Orders in which the stream reaches a start earlier: kernels before it that it does not need run when the stream
     waits for it, `stall` seconds or a part of that. With a kernel move all items that need it, such as the start of its
     gradient's reduction; so the moved kernels are those that lead to a single start, or none, and take longer than that

@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from math import inf
 
 from meshweave.cost.simulate.clock import Slowdown
-from meshweave.optimize.overlap.improve import filled
+from meshweave.optimize.overlap.improve import fill_stall
 from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
 from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.outline import FOLDS, Fold, Folded, Outline, fold
@@ -187,7 +187,7 @@ class OrderSearch:
         for start, begin, end in play(problem, candidate.order, self.slowdown).stalls:
             stalls[start] = stalls.get(start, 0.0) + end - begin
         for start in sorted(stalls, key=lambda c: (-stalls[c], c))[:_STALLS]:
-            yield from filled(problem, candidate.order, start, stalls[start])
+            yield from fill_stall(problem, candidate.order, start, stalls[start])
 
     def schedule_all(self, buckets: tuple[Bucket, ...]) -> list[OrderCandidate]:
         """Orders of a set of buckets by every method that has not been tried with it."""

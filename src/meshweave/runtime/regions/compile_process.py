@@ -37,13 +37,13 @@ def begin_compiling(compiler: RegionCompiler, functions: Collection[RegionFuncti
         settings = inductor_settings.settings()
         if settings is None:
             return None
-        return CompileProcess(shared_out(list(functions)), compiler.kernels, settings)
+        return CompileProcess(rotate_to_own_share(list(functions)), compiler.kernels, settings)
     except Exception as error:  # whatever the user's settings raise that have no form of bytes
         compiler.note(f"regions are compiled before the first step, not beside steps ({type(error).__name__}: {error})")
         return None
 
 
-def shared_out(functions: list[RegionFunction]) -> list[RegionFunction]:
+def rotate_to_own_share(functions: list[RegionFunction]) -> list[RegionFunction]:
     """The functions, from those on that fall to this rank of its host: most are also those of the others, whose
     processes have compiled them when this one comes to them."""
     rank, num_ranks = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
