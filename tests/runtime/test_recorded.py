@@ -25,6 +25,7 @@ def _copy(target: Any, source: Any) -> None:
 
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+EAGER = mw.RunOptions(backend="eager")
 WAITS = torch.ops.aten._local_scalar_dense.default
 
 
@@ -150,7 +151,7 @@ def data(num: int, rows: int = 6) -> list[dict[str, Tensor]]:
     return [{name: torch.randn(rows, 8, generator=chance) for name in "xy"} for _ in range(num)]
 
 
-def compiled(backend: str = "eager", device: str = "cpu", **options: Any) -> tuple[Any, nn.Module]:
+def compiled(device: str = "cpu", run: mw.RunOptions = EAGER, **options: Any) -> tuple[Any, nn.Module]:
     torch.manual_seed(0)
     model = Net().to(device)
     step = mw.compile(
@@ -160,7 +161,7 @@ def compiled(backend: str = "eager", device: str = "cpu", **options: Any) -> tup
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2),
         mesh="",
         forward=lambda m, batch: m(batch["x"]),
-        run=mw.RunOptions(backend=backend),
+        run=run,
         **options,
     )
     return step, model

@@ -22,8 +22,9 @@ def _run(
     x: Tensor, hidden: Tensor, cell: Tensor, weights: list[Tensor], kind: str, is_reverse: bool, is_trained: bool
 ) -> list[Tensor]:
     """Only with `is_trained` does cuDNN keep what backward needs."""
-    first = hidden[None].contiguous()  # cuDNN takes no other
+    first = hidden[None].contiguous()  # cuDNN takes no other, nor other weights
     state: Any = [first, cell[None].contiguous()] if kind == "lstm" else first
+    weights = [weight.contiguous() for weight in weights]
     sequence = x.flip(0) if is_reverse else x
     out, *last = KINDS[kind](sequence, state, weights, len(weights) > 3, 1, 0.0, is_trained, False, False)
     return [out.flip(0) if is_reverse else out.contiguous(), *(h.squeeze(0) for h in last)]
@@ -70,7 +71,8 @@ def recurrent_backward(
     with recording_gradients():
         results = _run(leaves[0], leaves[1], leaves[2], leaves[3:], kind, is_reverse, True)
         sums = torch.autograd.grad(results, leaves, grads[: len(results)], allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g.contiguous() for g, t in zip(sums, leaves, strict=True)]
+    shape = torch.contiguous_format  # cuDNN's are views of one buffer
+    return [torch.zeros_like(t) if g is None else g.clone(memory_format=shape) for g, t in zip(sums, leaves, strict=True)]
 
 
 @recurrent_backward.register_fake
