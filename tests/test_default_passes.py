@@ -14,6 +14,7 @@ from tests.processes import Job
 from torch import Tensor, nn
 
 import meshweave as mw
+from meshweave.cost.hardware.schema import Links
 from meshweave.passes import pipeline_of
 from meshweave.passes.pipeline import optimize
 from meshweave.runtime.cluster import shutdown
@@ -115,6 +116,15 @@ def test_what_cannot_gain_enough_is_not_tried() -> None:
     assert [variant.name for variant in found.variants] == ["as it is", "rows in 2 chunks", "collectives taken apart"]
     assert all("cannot gain 99%: compute alone takes" in variant.reason for variant in found.variants[1:])
     assert len(found.overlap) == 1
+
+
+def test_rows_are_not_split_where_communication_alone_takes_too_long() -> None:
+    step, h100 = compiled("tp=2", profile="h100", passes="none"), mw.load_profile("h100")
+    profile = replace(h100, links=Links(replace(h100.links.node, bandwidth=1e6)), collectives=())
+    pipeline = replace(pipeline_of("default"), least_gain=0.08)
+    found = optimize(step.program.placed, step.program.expanded, profile, pipeline)
+    reasons = {variant.name: variant.reason for variant in found.variants}
+    assert reasons["rows in 2 chunks"].startswith("cannot gain 8%: communication alone takes")
 
 
 def test_virtual_devices_take_the_plain_step() -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from torch import fx
 
+from meshweave.cost.simulate.step import BusySeconds
 from meshweave.errors import VerifyError
 from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.passes.base import Numerics, Pass, Stage
@@ -42,8 +43,8 @@ class Words:
     def seconds(self, costs: Any) -> float:
         return self.times[self.text.removesuffix("!")]
 
-    def compute_seconds(self, costs: Any) -> float:
-        return self.times.get("compute", 0.0)
+    def busy_seconds(self, costs: Any) -> BusySeconds:
+        return BusySeconds(self.times.get("compute", 0.0), self.times.get("communication", 0.0))
 
     def agreed(self, choice: int) -> int:
         return choice
@@ -188,3 +189,16 @@ def test_a_pass_that_saves_compute_is_tried_all_the_same() -> None:
         saves_compute: ClassVar[bool] = True
 
     assert run({**SLOW, "compute": 99.0}, (Shorter(), End()), least_gain=0.1)[0] == "b!"
+
+
+def test_a_pass_that_only_hides_communication_is_not_tried_where_that_takes_too_long() -> None:
+    """Unless a pass before it may shorten communication."""
+
+    @dataclass(frozen=True)
+    class Hides(WriteB):
+        saves_communication: ClassVar[bool] = False
+
+    times = {**SLOW, "communication": 99.0}
+    assert run(times, (Hides(), End()), least_gain=0.1)[0] == "!"
+    assert run(times, (WriteB(), End()), least_gain=0.1)[0] == "b!"
+    assert run(times, (Write(), Hides(), End()), least_gain=0.1)[0] == "a2b!"

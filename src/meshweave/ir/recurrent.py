@@ -72,7 +72,9 @@ def recurrent_backward(
         results = _run(leaves[0], leaves[1], leaves[2], leaves[3:], kind, is_reverse, True)
         sums = torch.autograd.grad(results, leaves, grads[: len(results)], allow_unused=True)
     shape = torch.contiguous_format  # cuDNN's are views of one buffer
-    return [torch.zeros_like(t) if g is None else g.clone(memory_format=shape) for g, t in zip(sums, leaves, strict=True)]
+    return [
+        torch.zeros_like(t) if g is None else g.clone(memory_format=shape) for g, t in zip(sums, leaves, strict=True)
+    ]
 
 
 @recurrent_backward.register_fake

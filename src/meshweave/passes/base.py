@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 from torch import fx
 
 from meshweave.capture.recompute import Cuts
-from meshweave.cost.simulate.step import compute_seconds_of_step, seconds_of_step
+from meshweave.cost.simulate.step import BusySeconds, busy_seconds_of_step, seconds_of_step
 from meshweave.ir.device_program import R, Rewrite, rewrite_role
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
@@ -49,8 +49,8 @@ class PassProgram(Protocol):
     def seconds(self, costs: Any) -> float:
         """Seconds in simulation; infinite if it cannot run under its cap."""
 
-    def compute_seconds(self, costs: Any) -> float:
-        """Seconds that the busiest device computes in a step; 0 if unknown."""
+    def busy_seconds(self, costs: Any) -> BusySeconds:
+        """How long a step computes and communicates at least; 0 if unknown."""
 
     def agreed(self, choice: int) -> int:
         """The choice among candidates on which all processes that decide together agree."""
@@ -95,8 +95,8 @@ class MeshProgram:
             return self.simulated[1]
         return seconds_of_step(self.roles, costs, self.microbatches)
 
-    def compute_seconds(self, costs: Any) -> float:
-        return compute_seconds_of_step(self.roles, costs, self.microbatches)
+    def busy_seconds(self, costs: Any) -> BusySeconds:
+        return busy_seconds_of_step(self.roles, costs, self.microbatches)
 
     def agreed(self, choice: int) -> int:
         return choice  # all processes have the same costs
@@ -117,7 +117,7 @@ class Pass(Protocol[P]):
     expansion, "written" passes rewrite ops, "ordered" passes change order and buckets only, which is proven after each.
     scope: "step" if it needs a whole training step. Passes with the other scopes also run on graphs of torch.compile (a
     `GraphProgram`): "graph": forward and backward, each by itself; "joint graph": before the two are partitioned.
-    saves_compute: whether it may shorten compute, not only hide communication.
+    saves_compute, saves_communication: whether it may shorten these, not only run one beside the other.
     """
 
     __slots__ = ()
@@ -126,6 +126,7 @@ class Pass(Protocol[P]):
     stage: ClassVar[Stage]
     scope: ClassVar[Scope] = "step"
     saves_compute: ClassVar[bool] = False
+    saves_communication: ClassVar[bool] = True
 
     @property
     def needs_costs(self) -> bool:

@@ -16,9 +16,9 @@ from meshweave.search import Budget, Candidate, Search
 
 Progress = Callable[[str], None]
 Q = TypeVar("Q", bound=PassProgram)
-# By how much rewriting ops for the sake of communication may shorten compute: chunks add copies and launches, but a sum
-# may be computed with a matmul. In the benchmarks it never shortened it.
-_LESS_COMPUTE = 0.02
+# By how much a rewrite that is meant to run communication beside compute may shorten one of them: chunks add copies,
+# launches and messages, but a sum may be computed with a matmul. In the benchmarks none shortened either.
+_LESS_BUSY = 0.02
 # A slower program is not rewritten further. In the benchmarks a rewrite of a program that was slower by more never was
 # the fastest program.
 _BEAM = 0.1
@@ -102,24 +102,31 @@ class ProgramSearch(Search[Branch[Q]], Generic[Q]):
         ends = [*compared, len(self.passes)]
         branches = [self._branch(ProgramCandidate(program, program), 0, ends[0])]
         self.tried += branches
-        if compared and self._is_bound_by_compute(branches[0]):
-            return
+        hopeless = self._hopeless(branches[0], [self.passes[i] for i in compared])
         for at, end in zip(compared, ends[1:], strict=True):
+            if len(hopeless) == len(compared):
+                return
             promising = branches if len(branches) == 1 else [each for each in branches if self._is_promising(each)]
-            branches = [each for branch in promising for each in self._behind(branch, at, end)]
+            alternatives = () if self.passes[at].name in hopeless else self.passes[at].alternatives
+            branches = [each for branch in promising for each in self._behind(branch, at, end, alternatives)]
 
-    def _is_bound_by_compute(self, branch: Branch[Q]) -> bool:
-        """Whether no rewrite can gain `least_gain`, since compute alone takes longer; then `untried` says so."""
-        compared = [each for each in self.passes if each.is_compared]
-        if self.least_gain <= 0 or branch.finished.unfit is not None or any(each.saves_compute for each in compared):
-            return False
-        compute = branch.finished.program.compute_seconds(self.costs)
-        limit = branch.seconds * (1 - self.least_gain)
-        if not self._agreed(branch, compute * (1 - _LESS_COMPUTE) >= limit):
-            return False
-        reason = f"cannot gain {self.least_gain:.0%}: compute alone takes {compute * 1e3:,.3f} ms"
-        self.untried += [Candidate(each.label, reason=reason) for each in compared]
-        return True
+    def _hopeless(self, branch: Branch[Q], compared: Sequence[Pass[Q]]) -> set[str]:
+        """Names of the passes by which no rewrite can gain `least_gain`: what they do not shorten takes longer by
+        itself. `untried` says so."""
+        hopeless = set[str]()
+        if self.least_gain <= 0 or branch.finished.unfit is not None or not compared:
+            return hopeless
+        busy, limit = branch.finished.program.busy_seconds(self.costs), branch.seconds * (1 - self.least_gain)
+        least = {"compute": busy.compute, "communication": busy.communication}
+        for each in compared:  # what one has shortened may help those after it
+            least["compute"] *= not each.saves_compute
+            least["communication"] *= not each.saves_communication
+            what, seconds = max(least.items(), key=lambda item: item[1])
+            if self._agreed(branch, seconds * (1 - _LESS_BUSY) >= limit):
+                hopeless.add(each.name)
+                reason = f"cannot gain {self.least_gain:.0%}: {what} alone takes {seconds * 1e3:,.3f} ms"
+                self.untried.append(Candidate(each.label, reason=reason))
+        return hopeless
 
     def _branch(self, candidate: ProgramCandidate[Q], at: int, end: int) -> Branch[Q]:
         """The candidate after the passes from `at` to `end`, none of which is compared, and finished."""
@@ -143,13 +150,13 @@ class ProgramSearch(Search[Branch[Q]], Generic[Q]):
     def _agreed(self, branch: Branch[Q], decision: bool) -> bool:
         return bool(branch.open.program.agreed(int(decision)))
 
-    def _behind(self, branch: Branch[Q], at: int, end: int) -> list[Branch[Q]]:
-        """Try the compared pass at `at`. Returns what is rewritten further: the branch without the pass, then that with
-        its fastest alternative."""
+    def _behind(self, branch: Branch[Q], at: int, end: int, alternatives: Sequence[Pass[Q]]) -> list[Branch[Q]]:
+        """Try the alternatives of the compared pass at `at`. Returns what is rewritten further: the branch without the
+        pass, then that with its fastest alternative."""
         compared, changed = self.passes[at], list[Branch[Q]]()
         if branch.open.unfit is not None:
             return [branch]
-        for alternative in compared.alternatives:
+        for alternative in alternatives:
             if not self.has_time_for(named((*branch.open.rewrites, alternative))):
                 continue
             candidate = self._after(branch.open, alternative)

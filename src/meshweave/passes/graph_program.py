@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.cost.simulate.step import BusySeconds
 from meshweave.errors import VerifyError
 from meshweave.ir.device_program import R, Rewrite, graph_program
 from meshweave.ir.graph import output_node
@@ -73,8 +74,8 @@ class GraphProgram:
             return float("inf")
         return report.seconds
 
-    def compute_seconds(self, costs: Any) -> float:
-        return 0.0
+    def busy_seconds(self, costs: Any) -> BusySeconds:
+        return BusySeconds()
 
     def agreed(self, choice: int) -> int:
         if self.agree is None:

@@ -122,6 +122,7 @@ class Split(Pass[Any]):
 
     name: ClassVar[str] = "split"
     numerics: ClassVar[Numerics] = "reassociates"
+    saves_communication: ClassVar[bool] = False  # chunks of a collective take together at least as long
     stage: ClassVar[Stage] = "written"
     scope: ClassVar[Scope] = "joint graph"
     num_chunks: tuple[int, ...] = (2, 4)

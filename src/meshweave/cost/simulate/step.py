@@ -77,12 +77,22 @@ def seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microba
     return times_of(tasks, profile.compute_slowdown).seconds
 
 
-def compute_seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1) -> float:
-    """The seconds of kernels in a step, of the role with the most."""
+@dataclass(frozen=True, slots=True)
+class BusySeconds:
+    """How long a step uses what it uses most: `compute`, the kernels of a role; `communication`, a channel."""
+
+    compute: float = 0.0
+    communication: float = 0.0
+
+
+def busy_seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1) -> BusySeconds:
     tasks = lower_tasks(roles, profile, default_fusion(profile), microbatches)
-    streams = tasks.schedule.streams[: len(tasks.roles)]
-    kernels = ((tasks.tasks[i].seconds for i in stream if tasks.tasks[i].kernel is not None) for stream in streams)
-    return max(map(sum, kernels), default=0.0)
+    streams, kernels = tasks.schedule.streams, [task.kernel is not None for task in tasks.tasks]
+
+    def longest(streams: Sequence[Sequence[int]], of_kernels: bool) -> float:
+        return max((sum(tasks.tasks[i].seconds for i in s if kernels[i] is of_kernels) for s in streams), default=0.0)
+
+    return BusySeconds(longest(streams[: len(roles)], True), longest(streams[len(roles) :], False))
 
 
 def default_fusion(profile: MachineProfile) -> Fusion:
