@@ -358,8 +358,28 @@ def test_language_models_train_by_cuda_graphs(family: str, dtype: torch.dtype, m
 
 
 def job(pipe: Any, mesh: str) -> dict[str, Any]:
-    """Losses with recordings and without, and the values that both have trained."""
+    """Losses with recordings and without, and the values that both have trained. `in_flight` communications had begun
+    and were not waited for when something was recorded; `held` of them kept the memory of what they read."""
     fake, plain = FakeGraphs(), session.Session._recorder
+    counts, flying = Counter[str](), dict[int, Any]()
+    record, communicate = fake.record, recorded.RecordedPasses._communicate
+
+    def watching(self: Any, task: Any, env: Any) -> None:
+        operand = env[task.args[0].index]
+        communicate(self, task, env)
+        if task.is_start:
+            flying[task.out] = (self, operand)
+        elif task.is_wait:
+            del flying[task.args[0].index]
+
+    def recording(run: Callable[[], None]) -> Callable[[], None]:
+        for slot, (passes, operand) in flying.items():
+            counts["in_flight"] += 1
+            counts["held"] += any(x is operand for x in tree_leaves(passes._sent.get(slot)))
+        return record(run)
+
+    recorded.RecordedPasses._communicate = watching  # type: ignore[method-assign]
+    fake.record = recording  # type: ignore[method-assign]
     runs = []
     for recorder in (lambda self, _: fake, plain):
         session.Session._recorder = recorder  # type: ignore[method-assign, assignment]
@@ -377,7 +397,7 @@ def job(pipe: Any, mesh: str) -> dict[str, Any]:
         )
         losses = [float(step(batch)) for batch in data(6)]
         runs.append((losses, {name: x.tolist() for name, x in step.parameters().items()}))
-    return {"is_same": runs[0] == runs[1], "replays": fake.num_replays}
+    return {"is_same": runs[0] == runs[1], "replays": fake.num_replays, **counts}
 
 
 @pytest.mark.multiprocess
@@ -387,3 +407,4 @@ def test_processes_record_what_they_compute_between_communications(start: Callab
     for outcome in start(f"{__name__}:job", 2, mesh).finish(120):
         assert outcome["is_same"], outcome
         assert outcome["replays"] >= 12  # several in each of the last steps
+        assert outcome["in_flight"] == outcome["held"] > 0
