@@ -82,9 +82,7 @@ def measure(rows: Sequence[Row], cache: str) -> list[dict[str, Any]]:
     for num_ranks, gbit in dict.fromkeys((row.num_ranks, row.gbit) for row in rows):
         with _link(num_ranks, gbit) as link:
             for row in (row for row in rows if (row.num_ranks, row.gbit) == (num_ranks, gbit)):
-                (row_found,) = compare(link, [row], cache)
-                found.append(row_found)
-                print(_line(found[-1]), file=sys.stderr, flush=True)
+                found += compare(link, [row], cache)
     return found
 
 
@@ -102,7 +100,11 @@ def compare(link: Link, rows: Sequence[Row], cache: str, at_once: int = 1) -> li
             starts.append({name: starting.submit(job.ask, START) for name, job in jobs[-1].items()})
         begun = [_begun(own) for own in starts]
         own_jobs = [{name: its[name] for name in names} for its, names in zip(jobs, begun, strict=True)]
-        return [_row(link, *each) for each in zip(rows, own_jobs, begun, strict=True)]
+        found = []
+        for each in zip(rows, own_jobs, begun, strict=True):
+            found.append(_row(link, *each))
+            print(_line(found[-1]), file=sys.stderr, flush=True)
+        return found
 
 
 def _begun(starts: dict[str, Future[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
