@@ -1,4 +1,4 @@
-"""Steps of a single GPU, bfloat16, AdamW: meshweave as it comes beside eager PyTorch and torch.compile.
+"""Steps of a single GPU, AdamW: meshweave as it comes beside eager PyTorch and torch.compile.
 
     python benchmarks/gpu.py [--json] [--only llama] [--extra backend=eager] [--extra passes=none]
 
@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 EAGER, COMPILED, OURS = "eager PyTorch", "torch.compile", "meshweave"
 REDUCED = "torch.compile, reduce-overhead"  # CUDA graphs of its own
@@ -32,20 +33,39 @@ LR = 1e-4
 MOST_LOSS_ERROR = 2e-2  # relative, of a bfloat16 step after WARM_UP steps
 
 
+Batch = dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Config:
+    """`sequence`: positions, or the width and height of images."""
+
     family: str
     layers: int
     hidden: int
     batch: int
     sequence: int
     vocabulary: int = 32000
+    dtype: str = "bfloat16"  # or "float32": matmuls with TF32
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.layers} layers of {self.hidden}, batch {self.batch} x {self.sequence}"
+        kind = "" if self.dtype == "bfloat16" else f", {self.dtype}"
+        return f"{self.family}, {self.layers} layers of {self.hidden}, batch {self.batch} x {self.sequence}{kind}"
+
+    @property
+    def is_of_images(self) -> bool:
+        return self.family in ("vit", "resnet", "unet")
 
 
-CONFIGS = (Config("llama", 8, 2048, 4, 2048), Config("llama", 8, 768, 4, 512), Config("mixtral", 4, 1024, 4, 1024))
+CONFIGS = (
+    Config("llama", 8, 2048, 4, 2048),
+    Config("llama", 8, 768, 4, 512),
+    Config("mixtral", 4, 1024, 4, 1024),
+    Config("vit", 24, 1024, 64, 224, 1000),  # ViT-L/16
+    Config("resnet", 50, 2048, 128, 224, 1000),  # ResNet-50, channels last
+    Config("gpt2", 24, 1024, 4, 1024, 50304, "float32"),  # GPT-2 medium
+    Config("unet", 4, 256, 16, 64),  # of a diffusion model, on latents
+)
 
 
 def model_of(config: Config) -> Any:
@@ -57,32 +77,120 @@ def model_of(config: Config) -> Any:
         "hidden_size": config.hidden,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.hidden // 64,
-        "num_key_value_heads": config.hidden // 256,
         "vocab_size": config.vocabulary,
         "max_position_embeddings": config.sequence,
+        "use_cache": False,
     }
     if config.family == "mixtral":
-        mixtral = transformers.MixtralConfig(
-            **common, intermediate_size=2 * config.hidden, num_local_experts=8, num_experts_per_tok=2
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": config.hidden // 256}
+        mixtral = transformers.MixtralConfig(**common, **experts, intermediate_size=2 * config.hidden)
+        return transformers.MixtralForCausalLM(mixtral)
+    if config.family == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**common))
+    if config.family == "vit":
+        sizes = {"hidden_size": config.hidden, "num_hidden_layers": config.layers, "image_size": config.sequence}
+        heads, width = config.hidden // 64, 4 * config.hidden
+        vit = transformers.ViTConfig(
+            **sizes, num_attention_heads=heads, intermediate_size=width, num_labels=config.vocabulary
         )
-        return transformers.MixtralForCausalLM(mixtral).bfloat16()
-    llama = transformers.LlamaConfig(**common, intermediate_size=3 * config.hidden, tie_word_embeddings=False)
-    return transformers.LlamaForCausalLM(llama).bfloat16()
+        return transformers.ViTForImageClassification(vit)
+    if config.family == "resnet":
+        return transformers.ResNetForImageClassification(transformers.ResNetConfig(num_labels=config.vocabulary))
+    if config.family == "unet":
+        return UNet(config.hidden, config.layers)
+    llama = transformers.LlamaConfig(
+        **common,
+        num_key_value_heads=config.hidden // 256,
+        intermediate_size=3 * config.hidden,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(llama)
+
+
+def made(config: Config, device: str) -> Any:
+    torch.set_float32_matmul_precision("high")
+    model = model_of(config).to(device, getattr(torch, config.dtype))
+    return model.to(memory_format=torch.channels_last) if config.is_of_images else model
+
+
+def batches_of(config: Config, num: int) -> list[Batch]:
+    chance = torch.Generator().manual_seed(1)
+    batches = []
+    for _ in range(num):
+        if not config.is_of_images:
+            ids = torch.randint(config.vocabulary, (config.batch, config.sequence), generator=chance)
+            batches.append({"input_ids": ids, "labels": ids})
+            continue
+        channels = 4 if config.family == "unet" else 3
+        pixels = torch.randn(config.batch, channels, config.sequence, config.sequence, generator=chance)
+        pixels = pixels.to(getattr(torch, config.dtype)).contiguous(memory_format=torch.channels_last)
+        classes = torch.randint(config.vocabulary, (config.batch,), generator=chance)
+        batches.append({"pixel_values": pixels, "labels": pixels if config.family == "unet" else classes})
+    return batches
+
+
+@dataclass
+class Output:
+    loss: Tensor
+
+
+class Residual(nn.Module):
+    """Two convolutions, and attention over all places if there are few."""
+
+    def __init__(self, before: int, after: int, attends: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.GroupNorm(32, before), nn.GroupNorm(32, after)
+        self.enter, self.leave = nn.Conv2d(before, after, 3, padding=1), nn.Conv2d(after, after, 3, padding=1)
+        self.skip = nn.Conv2d(before, after, 1) if before != after else nn.Identity()
+        self.attends = attends
+        self.qkv, self.out = nn.Conv2d(after, 3 * after, 1), nn.Conv2d(after, after, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(functional.silu(self.first(x)))
+        x = self.skip(x) + self.leave(functional.silu(self.second(h)))
+        if not self.attends:
+            return x
+        parts = self.qkv(x).flatten(2).transpose(1, 2).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in parts)
+        attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.out(attended.transpose(1, 2).unflatten(2, x.shape[2:]))
+
+
+class UNet(nn.Module):
+    """Predicts `labels` from images: `depth` levels, each of half the size and at most four times the channels."""
+
+    def __init__(self, channels: int, depth: int) -> None:
+        super().__init__()
+        widths = [channels * min(4, 1 << level) for level in range(depth)]
+        self.enter, self.leave = nn.Conv2d(4, channels, 3, padding=1), nn.Conv2d(channels, 4, 3, padding=1)
+        pairs = list(zip([channels, *widths], widths, strict=False))
+        self.down = nn.ModuleList(Residual(*pair, level > 1) for level, pair in enumerate(pairs))
+        self.up = nn.ModuleList(Residual(2 * b, a, level > 1) for level, (a, b) in enumerate(pairs))
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Output:
+        x, skips = self.enter(pixel_values), []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = functional.avg_pool2d(x, 2)
+        for block, skip in zip(reversed(self.up), reversed(skips), strict=True):
+            x = block(torch.cat([functional.interpolate(x, scale_factor=2.0), skip], 1))
+        return Output(functional.mse_loss(self.leave(x).float(), labels.float()))
 
 
 # A process
 
 
-def peer(config: Config, device: str, way: str) -> Callable[[Tensor], Tensor]:
-    model = model_of(config).to(device)
+def peer(config: Config, device: str, way: str) -> Callable[[Batch], Tensor]:
+    model = made(config, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     if way == COMPILED:
         model.compile()
     if way == REDUCED:
         model.compile(mode="reduce-overhead")
 
-    def step(batch: Tensor) -> Tensor:
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    def step(batch: Batch) -> Tensor:
+        loss = model(**batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -91,23 +199,22 @@ def peer(config: Config, device: str, way: str) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def ours(config: Config, device: str, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+def ours(config: Config, device: str, options: dict[str, Any]) -> Callable[[Batch], Tensor]:
     import meshweave as mw
 
-    model = model_of(config).to(device)
-    batch = torch.zeros(config.batch, config.sequence, dtype=torch.int64)
+    model = made(config, device)
     compiled = mw.compile(
         model,
         loss=lambda out, _: out.loss,
-        example={"input_ids": batch, "labels": batch},
+        example=batches_of(config, 1)[0],
         optimizer=torch.optim.AdamW(model.parameters(), lr=LR),
         mesh="",
-        forward=lambda m, b: m(**b, use_cache=False),
+        forward=lambda m, b: m(**b),
         **options,
     )
 
-    def step(batch: Tensor) -> Tensor:
-        return compiled({"input_ids": batch, "labels": batch})
+    def step(batch: Batch) -> Tensor:
+        return compiled(batch)
 
     step.compiled = compiled  # type: ignore[attr-defined]
     return step
@@ -135,9 +242,7 @@ def worker(config: Config, way: str, device: str) -> None:
     """Answer each line of stdin with a line of JSON: the start, then a turn for each further line."""
     began = time.perf_counter()
     step = ours(config, device, options_of(way)) if way.startswith(OURS) else peer(config, device, way)
-    chance = torch.Generator().manual_seed(1)
-    batches = [torch.randint(config.vocabulary, (config.batch, config.sequence), generator=chance) for _ in range(4)]
-    batches = [batch.to(device) for batch in batches]
+    batches = [{name: x.to(device) for name, x in batch.items()} for batch in batches_of(config, 4)]
     losses = [float(step(batches[0]))]
     start = time.perf_counter() - began
     if way.startswith(OURS):
@@ -267,7 +372,7 @@ def main() -> None:
     if args.json:
         print(json.dumps({"device": device, "torch": torch.__version__, "rows": tables}))
         return
-    print(f"{device}, torch {torch.__version__}, bfloat16, AdamW\n")
+    print(f"{device}, torch {torch.__version__}, AdamW, bfloat16 unless it says otherwise\n")
     for config in CONFIGS:
         if str(config) in tables:
             print(table(config, tables[str(config)]))
