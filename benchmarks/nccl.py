@@ -9,9 +9,10 @@ under the same handicap. With --device cpu the same runs over Gloo, with a small
 Every case is a job of its own, which trains a small model on a mesh and the same model eagerly on the same device: in
 float32, in bfloat16 autocast, with passes that rewrite, with accumulation, from a checkpoint of another mesh, and with
 a rank that is killed. Cases run at the same time, as many as there are cores for. A region that Inductor refuses is a
-failure. On GPUs the same steps run twice again, with CUDA graphs between the communications and without: shown is how
-their losses differ from the first ones. --check: cases only. Then every way to train is a job; all start at once and
-take their steps in turns (step_time.py), ours without profile, pass or flag, once its regions are compiled.
+failure. On GPUs, without --quick, the same steps run twice again, with CUDA graphs between the communications and
+without: shown is how their losses differ from the first ones. --check: cases only. Then every way to train is a job;
+all start at once and take their steps in turns (step_time.py), ours without profile, pass or flag, once its regions are
+compiled.
 
 --json: one object with `failures`, `worst_ratio` and the rows. --quick: fewer cases, and peers eager. --write:
 results/nccl.md. The exit status is 1 if a case fails.
@@ -73,6 +74,7 @@ class Case:
     then: str = ""
     kills: bool = False
     is_quick: bool = False
+    records: bool = False  # compares CUDA graphs with single launches
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -152,7 +154,7 @@ def check(case: Case, folder: str) -> dict[str, Any]:
         notes += step.session.compiler.notes
     error = max(abs(own / reference - 1) for own, reference in zip(losses, expected, strict=True))
     row |= {"error": error, "notes": notes, "failure": failure_of(case, error, notes)}
-    return row | ({"recorded": recorded(case, batches, losses)} if device.type == "cuda" and not case.then else {})
+    return row | ({"recorded": recorded(case, batches, losses)} if case.records else {})
 
 
 def recorded(case: Case, batches: Sequence[Tensor], losses: Sequence[float]) -> str:
@@ -313,8 +315,11 @@ def main() -> int:
     if options.case:
         worker(Case(**json.loads(options.case)), options.cache)
         return 0
-    cases = [replace(c, device=options.device) for c in CASES[options.ranks] if c.is_quick or not options.quick]
-    cases = [case for case in cases if options.only in str(case)]
+    cases = [
+        replace(c, device=options.device, records=options.device == "cuda" and not (options.quick or c.then or c.kills))
+        for c in CASES[options.ranks]
+        if options.only in str(c) and (c.is_quick or not options.quick)
+    ]
     rows = [row for row in rows_of(options.ranks, options.device, options.quick) if options.only in str(row.config)]
     at_once = max(1, (os.cpu_count() or 1) // options.ranks)
     open_link = one_gpu if options.device == "cuda" else loopback
