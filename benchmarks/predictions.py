@@ -81,7 +81,7 @@ class Case:
 
 # The async TP of torch (torch/distributed/_symmetric_memory) reads pieces of its peers straight, beside matmuls of the
 # tensor-parallel group, and sends parts of a product as they are ready: no other group is taken apart.
-ASYNC_TP = Decompose(all_gather=("direct",), reduce_scatter=("direct",), all_reduce=(), all_to_all=(), most_devices=8)
+ASYNC_TP = Decompose(all_gather=("direct",), reduce_scatter=("direct",), all_reduce=(), most_devices=8)
 FSDP = "fsdp:fsdp+keep:lm_head+keep:embed_tokens+keep:norm"  # FSDP2 keeps what its root module holds
 FSDP_TP = FSDP + "+hf_tp:tp+sequence:tp"
 SETUPS = [

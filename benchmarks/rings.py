@@ -93,8 +93,7 @@ def is_covered(row: dict[str, Any], name: str) -> bool:
     if "pipelined" in name or row["kind"] == "all_reduce":
         return False
     alone, num_steps = row["seconds"][ALONE], row["steps"][name]
-    num_messages = num_steps if name.startswith("broadcast") else num_steps - 1
-    return bool(alone / num_steps >= (row["seconds"][WHOLE] - alone) / num_messages)
+    return bool(alone / num_steps >= (row["seconds"][WHOLE] - alone) / (num_steps - 1))
 
 
 def best(row: dict[str, Any]) -> str:

@@ -38,8 +38,6 @@ def _exchange(target: Any, parts: list[Tensor], args: Sequence[Any], index: int)
         return torch.cat(parts)
     if target is permute:
         return parts[(index - args[0]) % len(parts) if isinstance(args[0], int) else list(args[0]).index(index)]
-    if target is functional.broadcast.default:
-        return parts[args[0]]
     rows = [part.unflatten(0, (len(parts), -1)) if part.numel() else part.new_zeros(0, *part.shape) for part in parts]
     if any(not part.numel() for part in parts):
         rows = [part.reshape(len(parts), part.shape[0] // len(parts), *part.shape[1:]) for part in parts]

@@ -14,7 +14,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank
 from meshweave.optimize.decompose.algorithms import Algorithm
-from meshweave.optimize.decompose.emit import write_exchange, write_gather, write_reduce
+from meshweave.optimize.decompose.emit import write_gather, write_reduce
 from meshweave.optimize.decompose.writer import ChunkWriter, Ring
 from meshweave.runtime.world import World
 
@@ -59,7 +59,7 @@ def check(case: Case, world: World | None = None) -> RankGraph:
 
 
 def _values(case: Case) -> Tensor:
-    """What each device hands in: a piece of a gather, all chunks of the others."""
+    """What each device hands in: a piece of a gather, all chunks of a reduction."""
     shape = [2, 3, 2]
     if case.row.collective != "all_gather":
         shape[case.dim] *= case.ring.size
@@ -87,13 +87,10 @@ def _written(case: Case, every: Tensor) -> RankGraph:
 
     if case.row.collective == "all_gather":
         write_gather(write, case.row, ring, x, keep)
-    elif case.row.collective == "all_to_all":
-        write_exchange(write, case.row, ring, chunk, keep)
+        made = write.call(local_ops.join_chunks, chunks, numbers, case.dim, 1)
     else:
         wide = torch.float32 if case.dtype is torch.bfloat16 else case.dtype
         made = write_reduce(write, case.row, ring, chunk, case.dtype, wide)
-    if case.row.collective != "reduce_scatter":
-        made = write.call(local_ops.join_chunks, chunks, numbers, case.dim, 1)
     old.replace_all_uses_with(made)
     role.graph.erase_node(old)
     return verify_rank(role)
@@ -107,8 +104,4 @@ def _scattered(held: list[Tensor], r: int, dim: int) -> Tensor:
     return torch.stack(held).sum(0, dtype=held[0].dtype).chunk(len(held), dim)[r]
 
 
-def _exchanged(held: list[Tensor], r: int, dim: int) -> Tensor:
-    return torch.cat([x.chunk(len(held), dim)[r] for x in held], dim)
-
-
-_EXPECTED = {"all_gather": _gathered, "reduce_scatter": _scattered, "all_to_all": _exchanged}
+_EXPECTED = {"all_gather": _gathered, "reduce_scatter": _scattered}

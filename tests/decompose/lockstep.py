@@ -33,7 +33,6 @@ def _exchanged(parts: Parts, received: Sequence[int], sent: Sequence[int], group
 
 _EXCHANGES: Mapping[Any, Callable[..., list[Tensor]]] = {
     permute: _permuted,
-    functional.broadcast.default: lambda parts, root, group: [parts[root]] * len(parts),
     functional.all_gather_into_tensor.default: lambda parts, size, group: [torch.cat(list(parts))] * size,
     functional.reduce_scatter_tensor.default: _scattered,
     functional.all_reduce.default: _reduced,

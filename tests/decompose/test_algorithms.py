@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.decompose import conformance
-from tests.decompose.programs import count, num_permutes
+from tests.decompose.programs import num_permutes
 
 import meshweave as mw
 from meshweave.check.deadlock import check_deadlock
 from meshweave.errors import MeshweaveError, VerifyError
-from meshweave.ir.collectives import functional
-from meshweave.optimize.decompose.algorithms import ALGORITHMS, Algorithm, Index, RingStep, algorithm, prove
+from meshweave.optimize.decompose.algorithms import ALGORITHMS, Algorithm, Index, algorithm, prove
 
 MESHES = ["d=4", "a=2,d=3", "d=3,a=2", "a=2,d=2,b=2", "a=3,d=1"]
 rows = pytest.mark.parametrize("row", ALGORITHMS, ids=str)
@@ -23,8 +22,7 @@ rows = pytest.mark.parametrize("row", ALGORITHMS, ids=str)
 def test_every_algorithm_is_proven(row: Algorithm) -> None:
     for n in range(1, 33):
         prove(row, n)
-        expected = (n if n > 1 else 0) if row.name == "broadcast" else n - 1
-        assert row.num_messages(n) == expected
+        assert row.num_messages(n) == n - 1
 
 
 @rows
@@ -33,9 +31,7 @@ def test_every_algorithm_runs_on_virtual_devices(row: Algorithm, n: int) -> None
     """Postcondition, values to the bit, n - 1 permutes: along an axis alone."""
     for case in conformance.cases(row, mw.Mesh(d=n)):
         role = conformance.check(case)
-        is_broadcast = row.name == "broadcast" and n > 1
-        assert num_permutes(role) == (0 if is_broadcast else n - 1)
-        assert count(role, functional.broadcast.default) == (n if is_broadcast else 0)
+        assert num_permutes(role) == n - 1
         check_deadlock([role])
 
 
@@ -66,7 +62,6 @@ def test_other_dtypes(row: Algorithm, dtype: torch.dtype) -> None:
 def test_a_step_that_is_wrong_is_found() -> None:
     """The proof sees a message to the wrong device, a chunk that comes twice, a part that is lost or added twice."""
     gather, scatter = algorithm("all_gather", "direct"), algorithm("reduce_scatter", "ring")
-    exchange = algorithm("all_to_all", "peer")
 
     def broken(row: Algorithm, k: int, **changes: object) -> Algorithm:
         return replace(
@@ -80,12 +75,9 @@ def test_a_step_that_is_wrong_is_found() -> None:
     wrong = [
         broken(gather, 1, shift=1),
         broken(gather, 1, chunk=Index(1, 2), shift=-2),
-        broken(algorithm("all_gather", "broadcast"), 1, root=0),
         broken(scatter, 1, adds=()),
         broken(scatter, 2, chunk=Index(1, 0)),
         broken(algorithm("reduce_scatter", "direct"), 3, adds=(0, 1, 1)),
-        broken(exchange, 2, sends=Index(1, 1)),
-        broken(exchange, 1, shift=2),
     ]
     for row in wrong:
         with pytest.raises(VerifyError, match="does not implement its collective in a group of 4"):
@@ -95,7 +87,7 @@ def test_a_step_that_is_wrong_is_found() -> None:
 def test_an_unknown_algorithm_is_named() -> None:
     with pytest.raises(MeshweaveError, match="no algorithm 'tree' for all_gather") as error:
         algorithm("all_gather", "tree")
-    assert error.value.expected == "direct, cyclic, bidirectional, broadcast"
+    assert error.value.expected == "direct, cyclic, bidirectional"
 
 
 def test_what_the_table_says() -> None:
@@ -108,12 +100,9 @@ def test_what_the_table_says() -> None:
         "direct all_gather": [(0, None), (1, 3), (2, 2), (3, 1)],
         "cyclic all_gather": [(0, None), (3, 1), (2, 1), (1, 1)],
         "bidirectional all_gather": [(0, None), (3, 1), (1, 3), (2, 1)],
-        "broadcast all_gather": [(0, 0), (1, 0), (2, 0), (3, 0)],
         "direct reduce_scatter": [(1, 1), (2, 2), (3, 3), (0, None)],
         "ring reduce_scatter": [(3, 1), (2, 1), (1, 1), (0, None)],
-        "peer all_to_all": [(0, None), (3, 1), (2, 2), (1, 3)],
     }
-    assert RingStep(Index(0, 2), root=2).has_message
 
 
 @rows

@@ -1,4 +1,4 @@
-"""Permutes, broadcasts and every algorithm on real processes with Gloo."""
+"""Permutes and every algorithm on real processes with Gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.processes import Job
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError
-from meshweave.ir.collectives import functional, permute
+from meshweave.ir.collectives import permute
 from meshweave.optimize.decompose import ALGORITHMS, decompose
 from meshweave.runtime.cluster import ClusterWorld
 from meshweave.runtime.world import LocalWorld
@@ -66,7 +66,7 @@ def job_matmuls(pipe: Connection) -> dict[str, Any]:
 
 
 def job_permutes(pipe: Connection) -> dict[str, Any]:
-    """Permutes and broadcasts of every kind give what virtual devices give; several are on their way at once."""
+    """Permutes of every kind give what virtual devices give; several are on their way at once."""
     size, count = dist.get_world_size(), 0
     world = ClusterWorld(mw.Mesh({2: "a=2", 4: "a=2,b=2"}[size], devices=SHUFFLED[size]))
     position, comm = world.mesh.index(world.rank), world.communicator
@@ -86,10 +86,6 @@ def job_permutes(pipe: Connection) -> dict[str, Any]:
                     assert torch.equal(got, expected), f"{to} over {axes}"
                     assert torch.equal(comm.wait(returned), values[position])
                     count += 1
-                for source in range(group.size):
-                    op = functional.broadcast.default
-                    got = comm.wait(comm.collect(op, group, values[position], [source]))
-                    assert torch.equal(got, collect(world.mesh, op, axes, values, [source])[position])
     with pytest.raises(MeshweaveError, match="must send every member of its group exactly one block"):
         comm.permute(comm.group(("a",)), torch.ones(1), (0, 0))
     return {"cases": count, "open": len(comm.open)}

@@ -21,6 +21,7 @@ from meshweave.ir.collectives import WAIT, functional, permute
 from meshweave.ir.rank import RankGraph, ring_index
 from meshweave.ir.values import local_values
 from meshweave.optimize.decompose import DecomposeOptions, DecomposeReport, algorithm, decompose, prove_rings
+from meshweave.optimize.decompose.algorithms import Index, RingStep
 from meshweave.optimize.decompose.price import MessageCost, play_gather, play_reduce
 from meshweave.runtime.world import LocalWorld
 
@@ -30,7 +31,7 @@ SCATTER = functional.reduce_scatter_tensor.default
 REDUCE = functional.all_reduce.default
 MM = aten.mm.default
 Call = Callable[..., fx.Node]
-GATHERS = ["direct", "cyclic", "bidirectional", "broadcast"]
+GATHERS = ["direct", "cyclic", "bidirectional"]
 SCATTERS = ["direct", "ring"]
 
 
@@ -92,8 +93,7 @@ def test_a_gather_before_a_matmul_becomes_a_ring(name: str, n: int) -> None:
     role, values = rows_times(n)
     made, report = check(role, always(all_gather=name), **values)
     assert count(made, GATHER) == 0
-    assert num_permutes(made) == (0 if name == "broadcast" else n - 1)
-    assert count(made, functional.broadcast.default) == (n if name == "broadcast" else 0)
+    assert num_permutes(made) == n - 1
     assert shapes_of(made, MM) == [(24 // n, 5)] * n
     assert shapes_of(made, local_ops.join_chunks) == [(24, 5)]
     (row,) = report.rows
@@ -483,7 +483,7 @@ def test_a_column_parallel_linear_forward_and_backward(gather: str, scatter: str
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize(("gather", "scatter"), [("cyclic", "ring"), ("direct", "direct"), ("broadcast", "ring")])
+@pytest.mark.parametrize(("gather", "scatter"), [("cyclic", "ring"), ("direct", "direct")])
 def test_a_row_parallel_linear_forward_and_backward(gather: str, scatter: str, n: int) -> None:
     """Forward y = scatter(x w); backward dx = gather(dy) w' and dw = x' gather(dy) share one ring: the one in rows, the
     other as a sum of products."""
@@ -502,7 +502,7 @@ def test_a_row_parallel_linear_forward_and_backward(gather: str, scatter: str, n
     role = program(mw.Mesh(d=n), inputs, build)
     made, report = check(role, always(all_gather=gather, reduce_scatter=scatter), **values)
     assert [row.matmuls for row in report.rows] == [("mm_default",), ("mm_default_1", "mm_default_2")]
-    assert num_permutes(made) == (1 + (gather != "broadcast")) * (n - 1)
+    assert num_permutes(made) == 2 * (n - 1)
     part = rows // n
     assert shapes_of(made, MM) == [(part, columns)] * n + [(part, k), (k, columns)] * n
     assert shapes_of(made, local_ops.join_chunks) == [(rows, k)]
@@ -530,7 +530,7 @@ def test_a_ring_of_sums_that_is_wrong_is_found(name: str) -> None:
 def test_a_ring_that_gathers_wrongly_is_found(name: str) -> None:
     made, _ = decompose(rows_times(4)[0], None, always(all_gather=name, num_chunks=(2,)))
     assert prove_rings(made) == 1
-    for what in (permute, functional.broadcast.default, local_ops.take_chunk, local_ops.join_chunks):
+    for what in (permute, local_ops.take_chunk, local_ops.join_chunks):
         _check_broken(made, what)
 
 
@@ -538,7 +538,7 @@ def _check_broken(made: RankGraph, what: Any) -> None:
     """Another destination, another chunk, or two parts in each other's places: each is found."""
     for node in [node for node in made.graph.nodes if node.target is what]:
         before = node.args
-        if what in (permute, functional.broadcast.default):
+        if what is permute:
             node.args = (before[0], (before[1] + 1) % 4, *before[2:])  # type: ignore[operator]
         elif what is local_ops.take_chunk:
             symbols = [n for n in made.graph.nodes if n.target is ring_index] or [1 - before[4]]  # type: ignore[operator]
@@ -639,18 +639,18 @@ def test_steps_played() -> None:
     """4 chunks of 2 s. With messages of 1 s all but the first product waits for nothing; with those of 3 s the link is
     what counts; what the processor does for a message is added, and compute beside messages is slower."""
     gather, scatter = (algorithm(kind, "direct").steps(4) for kind in ("all_gather", "reduce_scatter"))
-    broadcast = algorithm("all_gather", "broadcast").steps(4)
+    parts = [RingStep(Index(0, i), 1) for i in range(4)]  # collectives of parts
     assert play_gather(gather, 1, 2.0, MessageCost(1.0), 0.0) == 8.0
-    assert play_gather(broadcast, 1, 2.0, MessageCost(1.0), 0.0) == 9.0
-    assert play_gather(broadcast, 1, 2.0, MessageCost(1.0), 1.0) == 8.0  # it begins 1 s before
+    assert play_gather(parts, 1, 2.0, MessageCost(1.0), 0.0) == 9.0
+    assert play_gather(parts, 1, 2.0, MessageCost(1.0), 1.0) == 8.0  # it begins 1 s before
     assert play_gather(gather, 1, 2.0, MessageCost(3.0), 0.0) == 3 * 3.0 + 2.0
     assert play_gather(gather, 1, 2.0, MessageCost(1.0, host=0.5), 0.0) == 8.0 + 3 * 0.5
     assert play_gather(gather, 1, 2.0, MessageCost(1.0, slowdown=2.0), 0.0) == 8.0 + 3 * 0.5
     assert play_reduce(scatter, 2.0, MessageCost(1.0), 0.0) == 8.0
     assert play_reduce(scatter, 2.0, MessageCost(3.0), 0.0) == 2.0 + 3 * 3.0
     assert play_reduce(scatter, 2.0, MessageCost(1.0, host=0.5), 0.0) == 8.0 + 3 * 0.5
-    assert play_reduce(broadcast, 2.0, MessageCost(1.0), 0.0) == 9.0  # the last part's message follows it
-    assert play_reduce(broadcast, 2.0, MessageCost(1.0), 5.0) == 8.0  # unless other work hides it
+    assert play_reduce(parts, 2.0, MessageCost(1.0), 0.0) == 9.0  # the last part's message follows it
+    assert play_reduce(parts, 2.0, MessageCost(1.0), 5.0) == 8.0  # unless other work hides it
 
 
 def simulated(role: RankGraph) -> float:

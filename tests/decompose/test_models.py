@@ -32,7 +32,6 @@ WAYS = {
     "direct": replace(ALWAYS, all_gather=("direct",), reduce_scatter=("direct",), all_reduce=("direct",)),
     "ring": replace(ALWAYS, all_gather=("cyclic",), reduce_scatter=("ring",), all_reduce=("ring",)),
     "both ways": replace(ALWAYS, all_gather=("bidirectional",), reduce_scatter=("direct",), all_reduce=()),
-    "broadcast": replace(ALWAYS, all_gather=("broadcast",), reduce_scatter=("ring",), all_reduce=()),
     "parts": replace(
         ALWAYS,
         all_gather=("pipelined",),
@@ -105,8 +104,6 @@ def test_column_and_row_parallel_linears_forward_and_backward(name: str, n: int,
         assert count(after, op) == left + (2 * taken[kind] if name == "parts" else whole)
     if name == "parts":
         assert num_permutes(after) == 0
-    elif name == "broadcast":
-        assert count(after, functional.broadcast.default) == taken["all_gather"] * n
     else:
         assert num_permutes(after) == sum(taken.values()) * (n - 1)
     check_deadlock([after])

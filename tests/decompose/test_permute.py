@@ -1,4 +1,4 @@
-"""Permutes and broadcasts as communications of rank graphs: what each stage makes of them."""
+"""Permutes as communications of rank graphs: what each stage makes of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshweave.check.deadlock import check_deadlock
 from meshweave.cost.simulate.step import simulate_roles
 from meshweave.engine.lower import lower
 from meshweave.errors import MeshweaveError, VerifyError
-from meshweave.ir.collectives import WAIT, destinations, functional, permute
+from meshweave.ir.collectives import WAIT, destinations, permute
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph, ring_index
@@ -29,15 +29,14 @@ from meshweave.runtime.measured import measured
 from meshweave.runtime.tracing import HostClock, Recorder
 from meshweave.runtime.world import LocalWorld
 
-BROADCAST = functional.broadcast.default
 MESH = mw.Mesh("a=2,b=3", devices=[4, 0, 5, 1, 3, 2])
 
 
-def role(to: Any, group: str = "b", target: Any = permute, mesh: mw.Mesh = MESH) -> tuple[RankGraph, Tensor]:
+def role(to: Any, group: str = "b", mesh: mw.Mesh = MESH) -> tuple[RankGraph, Tensor]:
     """Every device hands in a row of its own."""
     x = torch.arange(mesh.num_devices * 4.0).view(mesh.num_devices, 4)
     layout = "[{" + ",".join(mesh.axis_names) + "}, {}]"
-    return program(mesh, {"x": (x, layout)}, lambda call, x: [call(WAIT, call(target, x, to, group))]), x
+    return program(mesh, {"x": (x, layout)}, lambda call, x: [call(WAIT, call(permute, x, to, group))]), x
 
 
 # what a permutation is
@@ -64,11 +63,6 @@ def test_what_is_no_permutation_is_an_error_everywhere(to: tuple[int, ...]) -> N
 def inverse(to: int | Sequence[int]) -> int | tuple[int, ...]:
     """The permute that brings everything back."""
     return -to if isinstance(to, int) else tuple(map(list(to).index, range(len(to))))
-
-
-def test_a_broadcast_is_from_a_member() -> None:
-    with pytest.raises(VerifyError, match="broadcasts from member 3 of 3"):
-        role(3, target=BROADCAST)
 
 
 def test_indices_on_a_ring() -> None:
@@ -164,27 +158,25 @@ def test_parts_of_a_sum_do_not_change_places() -> None:
 # time
 
 
-def test_a_permute_is_priced_as_one_message_and_a_broadcast_as_a_ring() -> None:
+def test_a_permute_is_priced_as_one_message() -> None:
     profile, num_bytes = mw.load_profile("h100"), 4 << 20
     mesh = mw.Mesh(b=8)
 
-    def seconds(to: Any, target: Any = permute) -> float:
+    def seconds(to: Any) -> float:
         x = torch.empty(8, num_bytes // 4, device="meta")
         inputs = {"x": (x, "[{b}, {}]")}
-        made = program(mesh, inputs, lambda call, x: [call(WAIT, call(target, x, to, "b"))])
+        made = program(mesh, inputs, lambda call, x: [call(WAIT, call(permute, x, to, "b"))])
         assert local_values(made).single(next(n for n in made.graph.nodes if n.target is WAIT)).shape == (
             1,
             num_bytes // 4,
         )  # type: ignore[union-attr]
         (span,) = (s for s in simulate_roles([made], profile).spans if s.kind != "compute")
-        assert (span.op, span.kind) == (("permute", "transfer") if target is permute else ("broadcast", "collective"))
+        assert (span.op, span.kind) == ("permute", "transfer")
         assert span.bytes == pytest.approx(num_bytes if span.seconds else 0)
         return span.seconds
 
     assert seconds(1) == seconds((1, 0, 3, 2, 5, 4, 7, 6)) == profile.seconds("permute", mesh, ("b",), num_bytes)
     assert seconds(8) == 0.0
-    assert seconds(2, BROADCAST) == profile.seconds("all_gather", mesh, ("b",), num_bytes / 7)
-    assert profile.seconds("permute", mesh, ("b",), num_bytes) < seconds(2, BROADCAST)
 
 
 def test_a_permute_is_recorded() -> None:

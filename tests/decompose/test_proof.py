@@ -13,7 +13,7 @@ from torch import fx
 
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops
-from meshweave.ir.collectives import BROADCAST, permute
+from meshweave.ir.collectives import permute
 from meshweave.optimize.decompose.proof import prove_rings
 from meshweave.optimize.decompose.writer import ChunkWriter, Index, Ring, RingKind
 
@@ -98,17 +98,6 @@ def test_a_gather_is_proven_exactly_if_every_device_has_every_piece_in_its_place
     assert_proven_if_right(gathers(), PIECES, PIECES.t().expand(N, N))
 
 
-def broadcasts() -> Iterator[fx.Graph]:
-    for roots in product(range(N), repeat=N):
-        ring = Written("gather")
-        chunks = [ring.write.wait(ring.write.call(BROADCAST.op, ring.x, root, "d")) for root in roots]
-        yield ring.done(ring.join(chunks, list(range(N))))
-
-
-def test_broadcasts_are_proven_exactly_if_each_comes_from_its_number() -> None:
-    assert_proven_if_right(broadcasts(), PIECES, PIECES.t().expand(N, N))
-
-
 def sums() -> Iterator[fx.Graph]:
     """A part is sent, added to another, sent, and added to a third, of any chunks."""
     for a, b, c, first, second in product(range(N), repeat=5):
@@ -122,20 +111,6 @@ def sums() -> Iterator[fx.Graph]:
 
 def test_a_chain_of_sums_is_proven_exactly_if_it_has_the_own_chunk_of_all() -> None:
     assert_proven_if_right(sums(), CHUNKS, CHUNKS.sum(0).unsqueeze(1))
-
-
-def exchanges() -> Iterator[fx.Graph]:
-    """Chunks for other devices are sent; the own one is not."""
-    for a, b, first, second, one, other in product(range(1, N), repeat=6):
-        ring = Written("exchange")
-        there = [ring.sent(ring.take(ring.index(chunk)), shift) for chunk, shift in ((a, first), (b, second))]
-        yield ring.done(
-            ring.join([ring.take(ring.index(0)), *there], [ring.index(0), ring.index(one), ring.index(other)])
-        )
-
-
-def test_an_exchange_is_proven_exactly_if_each_chunk_comes_from_its_number() -> None:
-    assert_proven_if_right(exchanges(), CHUNKS, CHUNKS.transpose(0, 1))
 
 
 def direct_sum(numbers: tuple[int, ...], chunks: tuple[int, ...] = (0, 1, 2)) -> fx.Graph:
@@ -174,39 +149,6 @@ def test_an_equal_share_of_every_device_is_a_sum_of_all() -> None:
             total = part if total is None else ring.write.call(aten.add.Tensor, total, part)
     assert total is not None
     assert is_proven(ring.done(total))
-
-
-def test_chunks_that_are_taken_there_and_back_count_as_those_of_their_device() -> None:
-    ring = Written("exchange")
-    there = {shift: ring.sent(ring.take(ring.index(shift)), shift) for shift in (1, 2)}
-    back = [ring.sent(ring.write.call(aten.neg.default, x), -shift % N) for shift, x in there.items()]
-    own = ring.write.call(aten.neg.default, ring.take(ring.index(0)))
-    graph = ring.done(ring.join([own, *back], [ring.index(shift) for shift in (0, 1, 2)]))
-    assert torch.equal(values(graph, CHUNKS), -CHUNKS)
-    assert is_proven(graph)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "is_right"),
-    [([(1, 0), (2, 0)], True), ([(1, 1), (2, 2)], True), ([(1, 1), (1, 0)], False), ([(1, 0), (1, 1)], False)],
-)
-def test_all_chunks_of_an_exchange_but_the_own_have_moved_or_none(
-    chunks: list[tuple[int, int]], is_right: bool
-) -> None:
-    """Chunk k of device r is for device k: joined as it is, a value of its own; sent, part of what it receives.
-    `chunks`: which, from r on, and how far each is sent."""
-    ring = Written("exchange")
-    parts, numbers = [ring.take(ring.index(0))], [ring.index(0)]
-    for number, shift in chunks:
-        chunk = ring.take(ring.index(number))
-        parts.append(ring.sent(chunk, shift) if shift else chunk)
-        numbers.append(ring.index(-shift if shift else number))
-    assert is_proven(ring.done(ring.join(parts, numbers))) == is_right
-
-
-def test_what_is_no_part_of_an_exchange_is_not_joined() -> None:
-    ring = Written("exchange")
-    assert not is_proven(ring.done(ring.join([ring.x] * N, list(range(N)))))
 
 
 @pytest.mark.parametrize(("numbers", "is_right"), [((0, 2, 1), True), ((0, 1, 2), False)])

@@ -20,7 +20,6 @@ ROWS = [row for row in OURS if row is not TRANSFER]
 GROUP = 3
 READERS = torch.ones((GROUP, 6), dtype=torch.bool)
 CALLS = {  # arguments of the ops that have no sample
-    "broadcast": [1],
     "permute": [1],
     "sparse_gather": [READERS, GROUP, 1.0],
     "sparse_scatter": [READERS, GROUP, 1.0],
@@ -53,7 +52,7 @@ def test_positions_of_arguments_are_those_of_the_schema(row: Collective) -> None
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("group", [2, 3, 8])
 def test_a_collective_moves_on_its_curve_what_a_device_must_receive(row: Collective, group: int) -> None:
-    """Whatever curve prices an op, it receives there what it receives itself: a broadcast all of its bytes."""
+    """Whatever curve prices an op, it receives there what it receives itself."""
     graph = fx.Graph()
     node = graph.call_function(row.op, (graph.placeholder("x"), *arguments(row, 6 * group), "g"))
     num_bytes = row.cost_bytes(node, group, 96.0)

@@ -142,11 +142,6 @@ def _permute(parts: Sequence[Tensor], args: Args) -> list[Any]:
     return received
 
 
-def _broadcast(parts: Sequence[Tensor], args: Args) -> list[Any]:
-    source = parts[args[0]]
-    return [part if part is source else _own(source) for part in parts]
-
-
 def _own(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -181,10 +176,6 @@ def _not_a_permutation(args: Args, group_size: int) -> str:
     except MeshweaveError as error:
         return f"is not a permutation of its group: {error.got} of {group_size}"
     return ""
-
-
-def _not_a_member(args: Args, group_size: int) -> str:
-    return "" if args[0] in range(group_size) else f"broadcasts from member {args[0]} of {group_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +275,6 @@ ALL_TO_ALL = Collective(
     exchange=_all_to_all,
     sample=lambda rows, n: [[rows // n] * n] * 2,
     may_cut=True,
-    may_decompose=True,
 )
 # Every member except the source receives all b bytes, in a chain of hops (NCCL's broadcast is a ring:
 # src/device/broadcast.h). A ring all-gather of pieces of b/(n-1) sends as many bytes over as many hops. Pieces of b/n
@@ -294,11 +284,8 @@ BROADCAST = Collective(
     "broadcast",
     group=2,
     received=lambda n, b: b,
-    exchange=_broadcast,
-    problem=_not_a_member,
     curve="all_gather",
     curve_bytes=lambda args, n, b: b / max(n - 1, 1),
-    may_cut=True,
 )
 PERMUTE = Collective(
     permute,
@@ -333,7 +320,7 @@ SPARSE_SCATTER = Collective(
     curve_bytes=lambda args, n, b: args[2] * b,
 )
 TRANSFER = Collective(transfer, "transfer", group=1, received=lambda n, b: b, is_ordered=True)
-OURS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, PERMUTE, SPARSE_GATHER, SPARSE_SCATTER, TRANSFER)
+OURS = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, SPARSE_GATHER, SPARSE_SCATTER, TRANSFER)
 # ops of rank graphs: their last argument is a group
 COLLECTIVES = frozenset(row.op for row in OURS if row is not TRANSFER)
 STARTS = COLLECTIVES | {transfer}
@@ -353,6 +340,7 @@ def _table() -> Mapping[Any, Collective]:
         "all_reduce_": ALL_REDUCE,
         "all_reduce_coalesced": ALL_REDUCE,
         "all_reduce_coalesced_": ALL_REDUCE,
+        "broadcast": BROADCAST,
         "broadcast_": BROADCAST,
         "isend": message,
         "irecv": message,

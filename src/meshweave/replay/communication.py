@@ -185,20 +185,6 @@ def _permute(holding: Holding, groups: Groups, to: Any) -> Holding:
     return holding.with_rows(holding.rows, where)
 
 
-def _broadcast(holding: Holding, groups: Groups, source: Any) -> Holding:
-    if source not in range(groups.count):
-        raise VerifyError(
-            "has a source that is not a member of its group", got=str(source), expected=f"0 to {groups.count - 1}"
-        )
-    if groups.count > 1:
-        _not_pending(holding, groups)
-    inputs = holding.where[groups.members]
-    _same_extent(holding, inputs)
-    where = holding.where.copy()
-    where[groups.members] = inputs[:, [source]]
-    return holding.with_rows(holding.rows, where)
-
-
 def embed_pieces(holding: Holding, groups: Groups, dim: int, op: str) -> Holding:
     """The arrays of each group as parts of a partial value: each at its place along `dim`, in group order."""
     check_dim(holding, dim)
@@ -253,7 +239,6 @@ EXCHANGES: dict[Any, Callable[..., Holding]] = {
     functional.all_reduce.default: reduce,
     functional.reduce_scatter_tensor.default: _reduce_scatter,
     functional.all_to_all_single.default: _all_to_all,
-    functional.broadcast.default: _broadcast,
     permute: _permute,
     sparse_gather: _all_gather,
     sparse_scatter: _sum_scatter,

@@ -17,7 +17,6 @@ from meshweave.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
-    BROADCAST,
     REDUCE_SCATTER,
     SPARSE_GATHER,
     SPARSE_SCATTER,
@@ -138,12 +137,6 @@ def _reduce_scatter(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     return _reduced(group, works, blocks[group.own], received, args[0])
 
 
-def _broadcast(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    out = x.clone()  # the source keeps its operand, which torch would use for the result
-    work = dist.broadcast(bytes_of(out), group=group.process_group, group_src=group.order[args[0]], async_op=True)
-    return Pending((work,), (out,), lambda: out)
-
-
 def _native_all_gather(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     out = x.new_empty((group.size, *x.shape))
     work = all_gather_single(bytes_of(out), bytes_of(x), group=group.process_group, async_op=True)
@@ -242,12 +235,10 @@ MOVED: dict[Any, Begin] = {
     ALL_TO_ALL.op: _all_to_all,
     ALL_REDUCE.op: _all_reduce,
     REDUCE_SCATTER.op: _reduce_scatter,
-    BROADCAST.op: _broadcast,
     SPARSE_GATHER.op: partial(_sparse_gather, _all_to_all),
     SPARSE_SCATTER.op: partial(_sparse_scatter, _all_to_all),
 }
 NATIVE: dict[Any, Begin] = {
-    BROADCAST.op: _broadcast,
     ALL_GATHER.op: _native_all_gather,
     ALL_TO_ALL.op: _native_all_to_all,
     ALL_REDUCE.op: _native_all_reduce,

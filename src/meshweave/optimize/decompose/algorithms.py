@@ -1,9 +1,9 @@
 """Collectives as data: steps over chunks, in a single table, and the replay that proves a row.
 
 A group of n devices, r the index of a device in it; all indices are modulo n. An algorithm is the same on every device
-except for r. References: the direct, cyclic and stream broadcast gathers are those of nvFuser (PR 5963, host loops with
-a swizzle), the bidirectional gather and the ring of sums those of windowed einsum (Wang et al., ASPLOS 2023), the
-direct scatter and the all-to-all by peer those of Thakur, Rabenseifner and Gropp (IJHPCA 2005).
+except for r. References: the direct and cyclic gathers are those of nvFuser (PR 5963, host loops with a swizzle), the
+bidirectional gather and the ring of sums those of windowed einsum (Wang et al., ASPLOS 2023), the direct scatter that
+of Thakur, Rabenseifner and Gropp (IJHPCA 2005).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.optimize.decompose.writer import Index
 
-Collective = Literal["all_gather", "reduce_scatter", "all_to_all"]
+Collective = Literal["all_gather", "reduce_scatter"]
 
 
 OWN = Index(1, 0)
@@ -29,23 +29,19 @@ class RingStep:
     """A step on device r.
 
     `chunk` is what the step computes on: in a gather the received chunk (or its own), in a reduction the chunk of which
-    it computes its part, in an all-to-all the device whose chunk was received. Its message goes from r to r + `shift`;
-    a step with a shift of 0 has none, a step with a `root` is a broadcast from there.
+    it computes its part. Its message goes from r to r + `shift`; a step with a shift of 0 has none.
 
     A gather's message carries the chunk of step `of`, and arrives for this step. A reduction's carries the step's part,
-    plus the received messages of the steps `adds`; in a step without a message that sum is the result. An all-to-all's
-    carries the chunk for device `sends`."""
+    plus the received messages of the steps `adds`; in a step without a message that sum is the result."""
 
     chunk: Index
     shift: int = 0
     of: int = 0
     adds: tuple[int, ...] = ()
-    sends: Index = OWN
-    root: int = -1
 
     @property
     def has_message(self) -> bool:
-        return self.shift != 0 or self.root >= 0
+        return self.shift != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +84,6 @@ def _gather_both_ways(n: int) -> tuple[RingStep, ...]:
     )
 
 
-def _gather_broadcast(n: int) -> tuple[RingStep, ...]:
-    return tuple(RingStep(Index(0, i), root=i) for i in range(n)) if n > 1 else (RingStep(OWN),)
-
-
 def _scatter_ring(n: int) -> tuple[RingStep, ...]:
     return tuple(RingStep(Index(1, -1 - i), int(i < n - 1), adds=(i - 1,) if i else ()) for i in range(n))
 
@@ -100,17 +92,12 @@ def _scatter_direct(n: int) -> tuple[RingStep, ...]:
     return (*(RingStep(Index(1, i), i) for i in range(1, n)), RingStep(OWN, adds=tuple(range(n - 1))))
 
 
-def _exchange(n: int) -> tuple[RingStep, ...]:
-    return tuple(RingStep(Index(1, -i), i, sends=Index(1, i)) for i in range(n))
-
-
 _MOVED = "exact: every element is moved once"
 _SUMMED = "a single sum in the accumulation dtype, in group order, rounded once: as the collective does"
 ALGORITHMS: tuple[Algorithm, ...] = (
     Algorithm("direct", "all_gather", _gather_direct, 1, _MOVED),
     Algorithm("cyclic", "all_gather", _gather_cyclic, 1, _MOVED),
     Algorithm("bidirectional", "all_gather", _gather_both_ways, 2, _MOVED),
-    Algorithm("broadcast", "all_gather", _gather_broadcast, 1, _MOVED),
     Algorithm("direct", "reduce_scatter", _scatter_direct, 1, _SUMMED),
     Algorithm(
         "ring",
@@ -119,7 +106,6 @@ ALGORITHMS: tuple[Algorithm, ...] = (
         1,
         "a sum along the ring, which is sent in the accumulation dtype; every chunk has its own order",
     ),
-    Algorithm("peer", "all_to_all", _exchange, 1, _MOVED),
 )
 # An all-reduce is a reduce-scatter and an all-gather: any algorithm of either.
 
@@ -138,7 +124,7 @@ def prove(row: Algorithm, n: int) -> None:
     """Raise VerifyError unless the steps implement the collective on every device of a group of n.
 
     A gather gives every device every chunk, each once. A reduction gives device r chunk r with one contribution of each
-    device. An all-to-all gives every device the chunk that each device has for it, each once.
+    device.
     """
     _PROOFS[row.collective](row, row.steps(n), n)
 
@@ -146,7 +132,7 @@ def prove(row: Algorithm, n: int) -> None:
 def _prove_gather(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
     for r in range(n):
         for k, step in enumerate(steps):
-            sent = step.root if step.root >= 0 else steps[step.of].chunk.at(r - step.shift, n) if step.shift else r
+            sent = steps[step.of].chunk.at(r - step.shift, n) if step.shift else r
             _expect(row, n, sent == step.chunk.at(r, n) and (not step.shift or step.of < k), f"step {k} on device {r}")
         _expect(row, n, sorted(step.chunk.at(r, n) for step in steps) == list(range(n)), f"device {r}")
 
@@ -172,21 +158,12 @@ def _prove_scatter(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
     _expect(row, n, sorted(k for step in steps for k in step.adds) == sent, "every message is added once")
 
 
-def _prove_exchange(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
-    for r in range(n):
-        for k, step in enumerate(steps):
-            source = (r - step.shift) % n
-            right = step.chunk.at(r, n) == source and step.sends.at(source, n) == r
-            _expect(row, n, right, f"step {k} on device {r}")
-        _expect(row, n, sorted(step.chunk.at(r, n) for step in steps) == list(range(n)), f"device {r}")
-
-
 def _expect(row: Algorithm, n: int, holds: bool, place: str) -> None:
     if not holds:
         raise VerifyError(f"{row} does not implement its collective in a group of {n}", where=place)
 
 
-_PROOFS = {"all_gather": _prove_gather, "reduce_scatter": _prove_scatter, "all_to_all": _prove_exchange}
+_PROOFS = {"all_gather": _prove_gather, "reduce_scatter": _prove_scatter}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +171,10 @@ class DecomposeOptions:
     """Which collectives may be decomposed, and how.
 
     when: "gain": where it is faster by the costs; "always": wherever possible, with the first possible algorithm and
-        without costs. all_gather, reduce_scatter, all_reduce, all_to_all: the algorithms that are tried, in this order:
-        names of the table of algorithms (an all-reduce uses those of a reduce-scatter), or "pipelined": collectives of
-        parts (not for an all-to-all). None: unchanged. num_chunks: the numbers of parts that "pipelined" tries.
-        accumulate: the dtype in which sums are accumulated; None: float32 for half precision, else that of the operand.
+        without costs. all_gather, reduce_scatter, all_reduce: the algorithms that are tried, in this order: names of
+        the table of algorithms (an all-reduce uses those of a reduce-scatter), or "pipelined": collectives of parts.
+        None: unchanged. num_chunks: the numbers of parts that "pipelined" tries. accumulate: the dtype in which sums
+        are accumulated; None: float32 for half precision, else that of the operand.
         sums: whether a matmul that sums over the gathered dim may become a sum of products. share: whether equal
         gathers of activations in a phase are merged first (in meshweave's own programs; other graphs do not tell
         parameters from activations). most_devices: the largest group; the graph grows with it. margin: the share of the
@@ -205,10 +182,9 @@ class DecomposeOptions:
     """
 
     when: Literal["gain", "always"] = "gain"
-    all_gather: tuple[str, ...] = ("direct", "cyclic", "bidirectional", "broadcast", "pipelined")
+    all_gather: tuple[str, ...] = ("direct", "cyclic", "bidirectional", "pipelined")
     reduce_scatter: tuple[str, ...] = ("direct", "ring", "pipelined")
     all_reduce: tuple[str, ...] = ("direct", "ring", "pipelined")
-    all_to_all: tuple[str, ...] = ("peer",)
     num_chunks: tuple[int, ...] = (2, 4, 8)
     accumulate: torch.dtype | None = None
     sums: bool = True

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from meshweave.ir import local_ops
-from meshweave.ir.collectives import BROADCAST, permute
+from meshweave.ir.collectives import permute
 from meshweave.optimize.decompose.algorithms import Algorithm, RingStep
 from meshweave.optimize.decompose.writer import ChunkWriter, Index, Number, Ring
 
@@ -41,10 +41,7 @@ class _Emission:
         """Start the message of step k."""
         step, ring = self.steps[k], self.ring
         x = self.write.contiguous(x)
-        if step.root >= 0:
-            self.started[k] = self.write.call(BROADCAST.op, x, step.root, ring.group)
-        else:
-            self.started[k] = self.write.call(permute, x, step.shift % ring.size, ring.group)
+        self.started[k] = self.write.call(permute, x, step.shift % ring.size, ring.group)
 
     def received(self, k: int) -> fx.Node:
         """The received chunk of step k."""
@@ -113,30 +110,3 @@ def _summed(done: _Emission, step: RingStep, own: fx.Node, wide: torch.dtype) ->
         numbers.append(done.write.index(done.ring, Index(1, -done.steps[earlier].shift)))
         parts.append(done.received(earlier))
     return done.write.call(local_ops.sum_parts, parts, numbers, wide)
-
-
-def blocks_of(write: ChunkWriter, x: fx.Node, ring: Ring) -> Produce:
-    """Returns the blocks that x is stacked of along dim 0, a block per device."""
-    return lambda number: write.call(local_ops.take_chunk, x, 0, 1, ring.size, number)
-
-
-def write_exchange(
-    write: ChunkWriter, row: Algorithm, ring: Ring, produce: Produce, consume: Consume, early: fx.Node | None = None
-) -> None:
-    """An all-to-all of the chunks `produce(number)` for each device: `consume(number, chunk)` is called for the chunk
-    of every device. The chunk of the next step is computed and sent before a chunk is waited for; the first message is
-    started before `early`, if not None."""
-    done, posted = _Emission(write, row, ring), 1
-
-    def post(until: int) -> None:
-        nonlocal posted
-        for k in range(posted, min(until, len(done.steps))):
-            done.send(k, produce(write.index(ring, done.steps[k].sends)))
-        posted = max(posted, until)
-
-    with write.at(early or write.place):
-        post(1 + row.ahead)
-    for k, step in enumerate(done.steps):
-        post(k + 1 + row.ahead)
-        chunk = done.received(k) if step.has_message else produce(write.index(ring, step.sends))
-        consume(done.number(step), chunk)

@@ -26,7 +26,7 @@ def starts_of(graph: fx.Graph) -> list[fx.Node]:
 def gathered(
     start: fx.Node, scheme: RingScheme, ring: Ring, shapes: Shapes, order: Mapping[fx.Node, int]
 ) -> Downstream:
-    """What is computed from the chunks of a gather (or an all-to-all), as far as it can be computed at its wait."""
+    """What is computed from the chunks of a gather, as far as it can be computed at its wait."""
     wait = wait_of(start)
     last = Downstream({})
     for cut in _cuts(scheme, ring, shapes.of(wait)):

@@ -13,11 +13,10 @@ from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.hardware.work import MemoryWork
 from meshweave.cost.simulate.classify import work_of
 from meshweave.cost.simulate.clock import Work, play
-from meshweave.ir.collectives import ALL_REDUCE, ALL_TO_ALL, BROADCAST
+from meshweave.ir.collectives import ALL_REDUCE
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.rank import operands_of
 from meshweave.optimize.decompose.algorithms import RingStep
-from meshweave.optimize.decompose.all_to_all import ExchangeRegion
 from meshweave.optimize.decompose.chains import Downstream, Shapes, Upstream, operand_cuts, part_of, read_outside
 from meshweave.optimize.decompose.cut import Cut, Sum, is_same, kind_of
 from meshweave.optimize.decompose.find import KINDS
@@ -94,27 +93,6 @@ def play_reduce(steps: Sequence[RingStep], chunk: float, message: MessageCost, h
     for arrival in sent.values():
         played.run(message.host, (arrival,))
     return played.seconds() - hidden
-
-
-def play_exchange(
-    steps: Sequence[RingStep], chunk: float, there: MessageCost, back: MessageCost, before: float, after: float
-) -> float:
-    """Seconds from the wait of an all-to-all to the end of the inverse all-to-all of the results, less `after` seconds
-    of other work beside that. Its first message is sent `before` seconds earlier."""
-    played, sent, returned = _Steps(there.slowdown), list[int](), list[int]()
-    for k, step in enumerate(steps):
-        sent += [played.send(there) for _ in steps[len(sent) + 1 : k + 2]]
-        if k == 0:
-            played.run(before)
-        if step.has_message:
-            played.run(there.host, (sent[k - 1],))
-        played.run(chunk, is_kernel=True)
-        if step.has_message:
-            returned.append(played.send(back))
-    played.run(after)
-    for arrival in returned:
-        played.run(back.host, (arrival,))
-    return played.seconds() - before - after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +226,8 @@ class RingPrices:
 def gather_estimate(
     prices: RingPrices, start: fx.Node, chain: Downstream, ring: Ring, scheme: RingScheme, second_half: bool = False
 ) -> Estimate:
-    """Estimate for an all-gather or all-to-all, or for the second half of an all-reduce. Results, and values with other
-    readers, are concatenated or added up."""
+    """Estimate for an all-gather, or for the second half of an all-reduce. Results, and values with other readers, are
+    concatenated or added up."""
     wait, steps = wait_of(start), _steps(ring, scheme)
     compute = chunk = losses = 0.0
     results: dict[fx.Node, Cut | Sum] = {**chain.cuts, **chain.consumers}
@@ -276,16 +254,13 @@ def gather_estimate(
 def reduce_estimate(
     prices: RingPrices, start: fx.Node, chain: Upstream, ring: Ring, scheme: RingScheme, wide_factor: float
 ) -> Estimate:
-    """Estimate for a reduce-scatter, all-reduce or all-to-all. `wide_factor`: bytes of a message per byte of the
-    operand."""
+    """Estimate for a reduce-scatter or all-reduce. `wide_factor`: bytes of a message per byte of the operand."""
     wait, steps = wait_of(start), _steps(ring, scheme)
     compute, chunk = prices.along(chain.cuts)
     hidden, num_bytes = prices.between(start, wait), prices.bytes(start)
     is_split = scheme.row is not None and start.target is ALL_REDUCE.op
     losses = prices.copy(wait)
-    if scheme.row is not None and start.target is ALL_TO_ALL.op:
-        steps = (*steps[1:], steps[0])  # the own chunk last
-    elif scheme.row is not None:
+    if scheme.row is not None:
         losses = prices.copy(start.args[0], 0.5 + 0.5 / ring.size, "pointwise")  # type: ignore[arg-type]
     if is_split:
         gather = prices.named(start, "all_gather", num_bytes / ring.size)
@@ -295,27 +270,6 @@ def reduce_estimate(
     played = play_reduce(steps, chunk, message, 0.0 if is_split else hidden)
     whole = prices.collective(start)
     return _estimate(hidden, whole, compute, chunk, message, steps, losses, played)
-
-
-def exchange_estimate(
-    prices: RingPrices, start: fx.Node, region: ExchangeRegion, ring: Ring, scheme: RingScheme
-) -> Estimate:
-    """Estimate for two all-to-alls with the region between them, decomposed by peer."""
-    wait, last, back = wait_of(start), wait_of(region.back), region.back
-    compute, chunk = prices.along({node: cut for node, cut in region.cuts.items() if node is not wait})
-    steps = _steps(ring, scheme)
-    count = ring.size - 1
-    there, back_again = (
-        prices.in_turn(begun, "permute", prices.bytes(begun) / ring.size, count) for begun in (start, back)
-    )
-    played = play_exchange(steps, chunk, there, back_again, prices.between(start, wait), prices.between(back, last))
-    first, second = prices.collective(start), prices.collective(back)
-    hidden = min(prices.between(start, wait), first.seconds) + min(prices.between(back, last), second.seconds)
-    losses = prices.copy(last) + sum(map(prices.copy, region.read_outside))
-    whole = MessageCost(first.seconds + second.seconds, first.host + second.host)
-    mean = replace(there, seconds=(there.seconds + back_again.seconds) / 2)
-    estimate = _estimate(hidden, whole, compute, chunk, mean, steps, losses, played)
-    return replace(estimate, num_messages=2 * count)
 
 
 def _estimate(
@@ -346,7 +300,7 @@ def _steps(ring: Ring, scheme: RingScheme) -> tuple[RingStep, ...]:
     """The steps of the algorithm, or a message (a collective) for every part."""
     if scheme.row is not None:
         return scheme.row.steps(ring.size)
-    return tuple(RingStep(Index(0, i), root=0) for i in range(scheme.num_chunks))
+    return tuple(RingStep(Index(0, i), 1) for i in range(scheme.num_chunks))
 
 
 def _message(prices: RingPrices, start: fx.Node, ring: Ring, scheme: RingScheme, num_bytes: float) -> MessageCost:
@@ -354,7 +308,4 @@ def _message(prices: RingPrices, start: fx.Node, ring: Ring, scheme: RingScheme,
     if scheme.row is None:
         parts = scheme.num_chunks
         return prices.in_turn(start, KINDS[start.target], prices.bytes(start) / parts, parts)
-    steps = _steps(ring, scheme)
-    if any(step.root >= 0 for step in steps):
-        return prices.in_turn(start, BROADCAST.curve, BROADCAST.curve_bytes((), ring.size, num_bytes), ring.size)
-    return prices.in_turn(start, "permute", num_bytes, sum(step.has_message for step in steps))
+    return prices.in_turn(start, "permute", num_bytes, scheme.row.num_messages(ring.size))

@@ -1,7 +1,7 @@
 """Proves the rings of a graph: every joined chunk has its number, and every sum has a contribution of each device.
 
-The table of algorithms is not used: the content of a node on each device of a group follows from the permutes,
-broadcasts and slices on the path to it. A writer marks the nodes of a ring (`meta["ring"]`), so that their other
+The table of algorithms is not used: the content of a node on each device of a group follows from the permutes and
+slices on the path to it. A writer marks the nodes of a ring (`meta["ring"]`), so that their other
 operands are distinguished from the ring's values.
 """
 
@@ -18,7 +18,7 @@ from torch import fx
 from meshweave.errors import VerifyError
 from meshweave.ir import local_ops, ops  # noqa: F401  (defines our attention)
 from meshweave.ir.attention import finish_attention, merge_attention
-from meshweave.ir.collectives import BROADCAST, destinations, permute
+from meshweave.ir.collectives import destinations, permute
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, linear, operands_of, ring_index
@@ -47,7 +47,7 @@ class _RingProof:
 
     def run(self) -> None:
         if self.mark.kind in ("gather", "attention"):
-            moved = [x for node in self.nodes if node.target in _MOVES for x in operands_of(node)]
+            moved = [x for node in self.nodes if node.target is permute for x in operands_of(node)]
             self.pieces = frozenset(x for x in moved if not self.goes_round(x))
         for r in range(self.mark.ring.size):
             for node in self.nodes:
@@ -61,25 +61,18 @@ class _RingProof:
     def goes_round(self, node: fx.Node) -> bool:
         if node.meta.get("ring") != self.mark:
             return False
-        return node.target in _MOVES or any(map(self.goes_round, operands_of(node)))
+        return node.target is permute or any(map(self.goes_round, operands_of(node)))
 
     def check_numbers(self, node: fx.Node, r: int) -> None:
-        """Parts match their numbers: chunks, all of them, or contributions of devices to a sum over the group. An
-        exchange has brought them from the device of their number, or has taken them there and back."""
+        """Parts match their numbers: chunks, all of them, or contributions of devices to a sum over the group."""
         parts, numbers = node.args[:2]
         stated = [self.number(number, r) for number in numbers]  # type: ignore[union-attr]
         if sorted(stated) != list(range(len(stated))):
             raise self.wrong(node, f"has the numbers {stated} on device {r}")
-        has_moved = any(map(self.goes_round, parts))  # type: ignore[arg-type]
         is_group_sum = self.mark.kind == "sum" and node.target is local_ops.sum_parts
         for part, number in zip(parts, stated, strict=True):  # type: ignore[arg-type]
             tokens = set(self.content(part, r))  # type: ignore[arg-type]
-            if self.mark.kind == "exchange":
-                has_come = self.goes_round(part) == (has_moved and number != r)  # type: ignore[arg-type]
-                is_right = bool(tokens) and has_come and tokens <= {(number, r), (r, number)}
-            else:
-                is_right = {token[0 if is_group_sum else 1] for token in tokens} == {number}
-            if not is_right:
+            if {token[0 if is_group_sum else 1] for token in tokens} != {number}:
                 raise self.wrong(node, f"takes {part} for number {number} on device {r}, which has {tokens}")
         if is_group_sum:
             self.check_sum(node, r)
@@ -134,7 +127,7 @@ class _RingProof:
         """The device from which a node of device r gets its operands."""
         if node.target is permute:
             return destinations(node.args[1], self.mark.ring.size).index(r)  # type: ignore[arg-type]
-        return int(node.args[1]) if node.target is _BROADCAST else r  # type: ignore[arg-type]
+        return r
 
     def number(self, value: Any, r: int) -> int:
         """A number on device r of the group."""
@@ -159,8 +152,6 @@ ATTENTION = FORWARD, BACKWARD = (
 )
 # For pairs, (out, lse) or keys and values, the first element decides.
 _FIRST_OF_TWO = (merge_attention, finish_attention, aten.cat.default)
-_BROADCAST = BROADCAST.op
-_MOVES = frozenset({permute, _BROADCAST})
 
 
 def _keys_of(node: fx.Node) -> fx.Node:

@@ -34,8 +34,8 @@ class RingRow:
 
 @dataclass(frozen=True, slots=True)
 class DecomposeReport:
-    """Every all-gather, reduce-scatter, all-reduce and all-to-all of a role: first those merged into an equal
-    collective, then in order. The gather of a decomposed all-reduce follows it."""
+    """Every all-gather, reduce-scatter and all-reduce of a role: first those merged into an equal collective, then in
+    order. The gather of a decomposed all-reduce follows it."""
 
     rows: tuple[RingRow, ...]
 

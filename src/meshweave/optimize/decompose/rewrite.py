@@ -14,7 +14,7 @@ from meshweave.ir.rank import operands_of
 from meshweave.optimize.decompose.algorithms import Algorithm
 from meshweave.optimize.decompose.chains import Chunker, Downstream, Shapes, Upstream, part_of, read_outside, reshape
 from meshweave.optimize.decompose.cut import Cut
-from meshweave.optimize.decompose.emit import Consume, Produce, blocks_of, write_exchange, write_gather, write_reduce
+from meshweave.optimize.decompose.emit import Consume, Produce, write_gather, write_reduce
 from meshweave.optimize.decompose.writer import ChunkWriter, Number, Ring
 
 aten = torch.ops.aten
@@ -73,8 +73,7 @@ def rewrite_gather(
     shapes: Shapes,
     wide: torch.dtype,
 ) -> None:
-    """An all-gather, or an all-to-all, and the matmuls that `chain` leads to. Other readers of the gathered value get
-    it joined."""
+    """An all-gather and the matmuls that `chain` leads to. Other readers of the gathered value get it joined."""
     wait = wait_of(start)
     write.follow(start, wait)
     piece = start.args[0]
@@ -90,9 +89,7 @@ def rewrite_gather(
         for node, chunks in read.items():
             chunks.append(chunker.through(node, chain.cuts))
 
-    if scheme.row is not None and scheme.row.collective == "all_to_all":
-        write_exchange(write, scheme.row, ring, blocks_of(write, piece, ring), consume, start)
-    elif scheme.row is not None:
+    if scheme.row is not None:
         write_gather(write, scheme.row, ring, piece, consume, start)
     else:
         _write_parts_gathered(write, start, _of_piece(chain.cuts[wait], ring), consume)

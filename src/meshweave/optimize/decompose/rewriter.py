@@ -11,29 +11,15 @@ from torch import fx
 
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.errors import MeshweaveError
-from meshweave.ir.collectives import ALL_GATHER, ALL_TO_ALL
+from meshweave.ir.collectives import ALL_GATHER
 from meshweave.ir.device_program import DeviceProgram, rewrite_role
 from meshweave.ir.graph import erase_unused, origin_of, place_of, wide_dtype
 from meshweave.ir.rank import RankGraph, operands_of
 from meshweave.optimize.decompose.algorithms import DecomposeOptions, algorithm, prove
-from meshweave.optimize.decompose.all_to_all import (
-    ExchangeRegion,
-    is_even,
-    region_after,
-    rewrite_deal,
-    rewrite_exchange,
-)
 from meshweave.optimize.decompose.chains import Downstream, Shapes, Upstream
 from meshweave.optimize.decompose.cut import kind_of
 from meshweave.optimize.decompose.find import KINDS, after, gathered, nodes_to_hoist, reduced, starts_of, variants
-from meshweave.optimize.decompose.price import (
-    Estimate,
-    Kernels,
-    RingPrices,
-    exchange_estimate,
-    gather_estimate,
-    reduce_estimate,
-)
+from meshweave.optimize.decompose.price import Estimate, Kernels, RingPrices, gather_estimate, reduce_estimate
 from meshweave.optimize.decompose.proof import prove_rings
 from meshweave.optimize.decompose.report import (
     DecomposeReport,
@@ -44,7 +30,7 @@ from meshweave.optimize.decompose.report import (
     shared_row,
 )
 from meshweave.optimize.decompose.rewrite import RingScheme, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of
-from meshweave.optimize.decompose.writer import ChunkWriter, Ring, RingKind, ring_of
+from meshweave.optimize.decompose.writer import ChunkWriter, Ring, ring_of
 from meshweave.optimize.overlap.prices import ProfilePrices
 from meshweave.optimize.overlap.read import read_problem
 
@@ -56,7 +42,7 @@ class RingChoice:
     """A possible decomposition, and its costs."""
 
     scheme: RingScheme
-    chain: Downstream | Upstream | ExchangeRegion
+    chain: Downstream | Upstream
     num_steps: int
     estimate: Estimate | None
     more: float = 0.0  # gain of the second half of an all-reduce in that case
@@ -114,8 +100,6 @@ class RingRewriter:
     write: ChunkWriter = field(init=False)
     chains: dict[Hashable, Any] = field(default_factory=dict)  # of the present start, see `once`
     order: dict[fx.Node, int] = field(default_factory=dict)  # positions in the graph; empty after a change
-    # all-to-alls that were decomposed with an earlier all-to-all
-    returned: dict[fx.Node, RingRow] = field(default_factory=dict)
     halves: list[fx.Node] = field(default_factory=list)  # gathers of decomposed all-reduces
 
     def __post_init__(self) -> None:
@@ -124,7 +108,7 @@ class RingRewriter:
     def run(self, shared: Sequence[Shared] = ()) -> DecomposeReport:
         rows = [shared_row(*merged) for merged in shared]
         for start in starts_of(self.program.graph):
-            rows.append(self.returned.get(start) or self.collective(start))
+            rows.append(self.collective(start))
             while self.halves:
                 rows.append(self.collective(self.halves.pop()))
         prove_rings(self.program)
@@ -172,8 +156,6 @@ class RingRewriter:
             return "its group has one device: nothing moves"
         if ring.size > self.options.most_devices:
             return f"its group has {ring.size} devices, and a ring would have as many steps"
-        if start.target is ALL_TO_ALL.op and not is_even(start):
-            return "its blocks have several sizes"
         return ""
 
     def choices(
@@ -185,17 +167,14 @@ class RingRewriter:
             steps = scheme.num_chunks if scheme.row is None else len(scheme.row.steps(ring.size))
             if scheme.row is not None:
                 prove(scheme.row, ring.size)
-            if kind == "all_to_all" and (region := region_after(start, ring, self.shapes, order, why)):
-                yield RingChoice(scheme, region, steps, self.priced(exchange_estimate, start, region, ring, scheme))
-            if kind in ("all_gather", "all_to_all"):
+            if kind == "all_gather":
                 chain = self.once(scheme.num_chunks, gathered, start, scheme, ring, self.shapes, order)
                 why.append(joined_reasons(chain.why))
                 tried = variants(chain, wait_of(start), self.options.sums)
                 for variant in tried[:1] if self.options.when == "always" else tried:
                     yield RingChoice(scheme, variant, steps, self.priced(gather_estimate, start, variant, ring, scheme))
-            if kind == "all_gather":
                 continue
-            if scheme.row is not None and kind != "all_to_all" and start.args[1] != "sum":
+            if scheme.row is not None and start.args[1] != "sum":
                 why.append(f"a {start.args[1]} cannot be decomposed into messages")
                 continue
             producers = self.once(scheme.num_chunks, reduced, start, scheme, ring, self.shapes, order)
@@ -253,25 +232,18 @@ class RingRewriter:
         """Rewrite; returns the effect on values."""
         scheme, chain, wide = best.scheme, best.chain, self.wide(self.dtype(start))
         kind, wait, write, shapes = KINDS[start.target], wait_of(start), self.write, self.shapes
-        write.begin(ring, _RINGS[kind])
-        if not isinstance(chain, Upstream):
-            way_there = chain if isinstance(chain, Downstream) else Downstream(chain.cuts)
-            for node in list(nodes_to_hoist(way_there, wait, order)):
+        write.begin(ring, "gather" if kind == "all_gather" else "sum")
+        if isinstance(chain, Downstream):
+            for node in list(nodes_to_hoist(chain, wait, order)):
                 wait.prepend(node)
-        if isinstance(chain, ExchangeRegion):
-            self.returned[chain.back] = _results_of(chain.back, start, ring, scheme)
-            rewrite_exchange(write, start, chain, ring, scheme, shapes)
-        elif isinstance(chain, Downstream):
             rewrite_gather(write, start, chain, ring, scheme, shapes, wide)
-        elif kind == "all_to_all":
-            rewrite_deal(write, start, chain, ring, scheme, shapes)
         else:
             rewrite = rewrite_scatter if kind == "reduce_scatter" else rewrite_reduce
             begun = rewrite(write, start, chain, ring, scheme, shapes, wide)
             if begun is not None:
                 self.halves.append(begun)
                 self.locate(begun, start, wait)
-        return self.numerics(kind, scheme, chain, wide)
+        return self.numerics(scheme, chain, wide)
 
     def locate(self, begun: fx.Node, start: fx.Node, wait: fx.Node) -> None:
         """For costs, a new collective is where the collective was that it comes from."""
@@ -279,12 +251,8 @@ class RingRewriter:
             order = self.prices.order
             order |= {begun: order[start], wait_of(begun): order[wait]}
 
-    def numerics(
-        self, kind: str, scheme: RingScheme, chain: Downstream | Upstream | ExchangeRegion, wide: torch.dtype
-    ) -> str:
-        is_summed = scheme.row is not None and kind in ("reduce_scatter", "all_reduce")
-        if isinstance(chain, Downstream):
-            is_summed = "sum" in chain.consumers.values()
+    def numerics(self, scheme: RingScheme, chain: Downstream | Upstream, wide: torch.dtype) -> str:
+        is_summed = "sum" in chain.consumers.values() if isinstance(chain, Downstream) else scheme.row is not None
         order = scheme.row.numerics if scheme.row is not None else "as by the collective"
         if is_summed and scheme.row is not None and not isinstance(chain, Downstream):
             order = self.order_of_sums or order
@@ -292,27 +260,11 @@ class RingRewriter:
         return f"{order}{sums}; a matmul of fewer rows may round differently than the whole"
 
 
-_RINGS: dict[str, RingKind] = {
-    "all_gather": "gather",
-    "reduce_scatter": "sum",
-    "all_reduce": "sum",
-    "all_to_all": "exchange",
-}
-
-
 def described(row: RingRow, best: RingChoice) -> RingRow:
     row = replace(row, matmuls=tuple(n.name for n in best.matmuls), scheme=str(best.scheme), num_steps=best.num_steps)
     if best.estimate is None:
         return row
     return replace(row, seconds_before=best.estimate.before, seconds_after=best.estimate.after)
-
-
-def _results_of(back: fx.Node, start: fx.Node, ring: Ring, scheme: RingScheme) -> RingRow:
-    reason = f"{scheme}: it returns the chunks of {start.name}, each as soon as it is computed"
-    row = RingRow(
-        back.name, KINDS[back.target], ring.group, str(origin_of(back)), scheme=str(scheme), num_steps=ring.size
-    )
-    return replace(row, is_taken=True, reason=reason, numerics="exact: every element is moved once")
 
 
 def take_apart(

@@ -15,7 +15,7 @@ from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.rank import ring_index
 
 aten = torch.ops.aten
-RingKind = Literal["gather", "sum", "exchange", "attention"]
+RingKind = Literal["gather", "sum", "attention"]
 Number = Any  # an int, or the fx.Node of a symbolic one
 KEPT = (  # the meta of a node that also applies to its chunks
     *("origin", "stack_trace", "nn_module_stack", "original_aten", "source_fn_stack", "from_node", "seq_nr"),
@@ -55,7 +55,7 @@ def ring_of(program: DeviceProgram, start: fx.Node) -> Ring:
 @dataclass(frozen=True, slots=True)
 class Mark:
     """Which ring a node belongs to (`meta["ring"]`): its number in the graph, its group, and its function: "gather" the
-    devices' values, "sum" them, "exchange" chunks, or "attend" to each."""
+    devices' values, "sum" them, or "attend" to each."""
 
     number: int
     ring: Ring
