@@ -94,7 +94,7 @@ def test_column_and_row_parallel_linears_forward_and_backward(name: str, n: int,
     for key, value in step.gradients().items():
         assert torch.equal(value, expected[key]), key
     before, after = plain.program.rank, step.program.rank
-    taken = Counter(row.op for row in report.rows if row.is_taken and row.scheme != "shared")
+    taken = Counter(row.op for row in report.rows if row.is_taken)
     kinds = {"all_gather": GATHER, "reduce_scatter": SCATTER, "all_reduce": REDUCE}
     assert taken["all_gather"] >= 2
     assert taken["reduce_scatter"] >= 1
@@ -144,19 +144,3 @@ def test_uneven_pieces_are_left_with_a_reason() -> None:
     assert not report.num_taken
     assert "join_blocks has sizes that differ between devices" in reasons
     assert all(row.reason for row in report.rows)
-
-
-def test_gathers_of_one_value_are_shared() -> None:
-    """With one sequence the planner gathers q's, k's and v's views apart: one ring serves all three."""
-    model, batch, loss = hugging_face("llama", batch=1, heads=4, layers=1)
-    (role,) = mw.compile(model, loss=loss, example=batch, mesh="tp=2", plan=SEQUENCE).program.roles
-    made, report = decompose(role, None, ALWAYS)
-    shared = [row for row in report.rows if row.scheme == "shared"]
-    assert len(shared) > 2
-    assert all(row.is_taken and "gathers the same" in row.reason for row in shared)
-    _, apart = decompose(role, None, replace(ALWAYS, share=False))
-    assert not any(row.scheme == "shared" for row in apart.rows)
-    full = inputs_of([role])
-    expected, found = run_devices([role], full), run_devices([made], full)
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)

@@ -312,22 +312,6 @@ def test_a_single_device_has_nothing_to_move() -> None:
     assert [row.reason for row in report.rows] == ["its group has one device: nothing moves"]
 
 
-def gathered_twice(b: Builder) -> list[fx.Node]:
-    x, w = b.placeholder("x", (4, 6)), b.placeholder("w", (6, 2))
-    y = b.relu("relu", x)
-    return [b.mm(f"product_{i}", b.wait(None, b.gather(f"gather_{i}", y)), w) for i in range(2)]
-
-
-@pytest.mark.parametrize(("is_shared", "names"), [(True, ["gather_1", "gather_0"]), (False, ["gather_0", "gather_1"])])
-def test_merged_gathers_come_first(is_shared: bool, names: list[str]) -> None:
-    program = replace(program_of(gathered_twice), sources=frozenset())  # of parameters both gathers would stay
-    report, decisions = take_apart(program, replace(EVERY, share=is_shared), first, None)
-    assert [row.name for row in report.rows] == names
-    assert [row.name for row in report.rows if row.scheme == "shared"] == ["gather_1"] * is_shared
-    assert len(decisions) == (1 if is_shared else 2)
-    assert_same_on_all(built(gathered_twice), program.graph)
-
-
 NUMERICS = {
     # kind, algorithm: the effect on values
     ("reduce_scatter_tensor", "ring"): "as by hand; sums in float64",

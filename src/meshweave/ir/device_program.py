@@ -34,11 +34,10 @@ class DeviceProgram:
     of the part of a step before them, in order, each with whether communications that depend only on inputs may start
     before it; none for a graph without parts. uneven: nodes whose shapes differ between devices, with the dims that
     differ. is_whole: nothing else lives on the device while it runs. checks_groups: the caller has named groups, so all
-    must be known. sources: inputs that outlive the graph, or may, such as parameters. refused: for a start, why it must
-    not be changed, whatever the costs; "" if it may be. symbols: the numbers of symbolic nodes on the device that
-    `values` are of. batch: inputs whose first dim are rows of the batch; None if unknown. queues: starts that keep
-    their order in a queue of this name. dropped: numbers of outputs that nobody reads. prepared: values
-    that later microbatches read (`rank.prepared_values`).
+    must be known. refused: for a start, why it must not be changed, whatever the costs; "" if it may be. symbols: the
+    numbers of symbolic nodes on the device that `values` are of. batch: inputs whose first dim are rows of the batch;
+    None if unknown. queues: starts that keep their order in a queue of this name. dropped: numbers of outputs that
+    nobody reads. prepared: values that later microbatches read (`rank.prepared_values`).
     """
 
     graph: fx.Graph
@@ -49,7 +48,6 @@ class DeviceProgram:
     uneven: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
     is_whole: bool = False
     checks_groups: bool = False
-    sources: frozenset[fx.Node] = frozenset()
     refused: Callable[[fx.Node], str] = lambda start: ""
     symbols: Mapping[fx.Node, Any] = field(default_factory=dict)
     batch: tuple[fx.Node, ...] | None = None
@@ -62,14 +60,6 @@ class DeviceProgram:
         outputs: list[fx.Node] = []
         fx.map_arg(self.graph.output_node().args, outputs.append)
         return [*(node for i, node in enumerate(outputs) if i not in self.dropped), *self.prepared]
-
-    def lasting(self) -> set[fx.Node]:
-        """Values that depend only on inputs that outlive the graph."""
-        nodes = set(self.sources)
-        for node in self.graph.nodes:
-            if node.op == "call_function" and all(n in nodes or n.target in SYMBOLS for n in node.all_input_nodes):
-                nodes.add(node)
-        return nodes
 
 
 R = TypeVar("R")
@@ -111,7 +101,6 @@ def role_program(role: RankGraph) -> DeviceProgram:
         lambda node: False,
         uneven=uneven_dims(role, local),
         is_whole=True,
-        sources=frozenset(node for node, item in sources.items() if item.kind != "batch"),
         refused=refused,
         symbols=local.symbols,
         batch=tuple(node for node, item in sources.items() if item.kind == "batch"),

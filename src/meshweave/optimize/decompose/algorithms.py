@@ -175,10 +175,9 @@ class DecomposeOptions:
         the table of algorithms (an all-reduce uses those of a reduce-scatter), or "pipelined": collectives of parts.
         None: unchanged. num_chunks: the numbers of parts that "pipelined" tries. accumulate: the dtype in which sums
         are accumulated; None: float32 for half precision, else that of the operand.
-        sums: whether a matmul that sums over the gathered dim may become a sum of products. share: whether equal
-        gathers of activations in a phase are merged first (in meshweave's own programs; other graphs do not tell
-        parameters from activations). most_devices: the largest group; the graph grows with it. margin: the share of the
-        former time that has to be gained, by decomposition at all and by more steps.
+        sums: whether a matmul that sums over the gathered dim may become a sum of products. most_devices: the largest
+        group; the graph grows with it. margin: the share of the former time that has to be gained, by decomposition at
+        all and by more steps.
     """
 
     when: Literal["gain", "always"] = "gain"
@@ -188,6 +187,5 @@ class DecomposeOptions:
     num_chunks: tuple[int, ...] = (2, 4, 8)
     accumulate: torch.dtype | None = None
     sums: bool = True
-    share: bool = True
     most_devices: int = 64
     margin: float = 0.02

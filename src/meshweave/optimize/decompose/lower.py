@@ -62,9 +62,7 @@ def ring_graph(old: fx.Graph, groups: Mapping[str, Sequence[int]] | None, rank: 
             members[name] = program.group_of(node)[0].devices
             _expect_member(node, name, members[name], rank)
     _fix(graph, reading.values)
-    lasting = frozenset(graph.find_nodes(op="placeholder"))  # a graph does not tell which of them are parameters
-    program = replace(program, sources=lasting, refused=partial(_refused, members))
-    return RingGraph(program, reading, rank, members)
+    return RingGraph(replace(program, refused=partial(_refused, members)), reading, rank, members)
 
 
 def _refused(members: Mapping[str, Sequence[int]], start: fx.Node) -> str:

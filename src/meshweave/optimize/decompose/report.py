@@ -34,8 +34,10 @@ class RingRow:
 
 @dataclass(frozen=True, slots=True)
 class DecomposeReport:
-    """Every all-gather, reduce-scatter and all-reduce of a role: first those merged into an equal collective, then in
-    order. The gather of a decomposed all-reduce follows it."""
+    """Every all-gather, reduce-scatter and all-reduce of a role, in order.
+
+    The gather of a decomposed all-reduce follows it.
+    """
 
     rows: tuple[RingRow, ...]
 
@@ -63,11 +65,6 @@ class DecomposeReport:
             schemes = Counter(row.scheme for row in self.rows if row.is_taken)
             head += f": {', '.join(f'{n} {scheme}' for scheme, n in schemes.items()) or self.rows[0].reason}"
         return "\n".join([head, *(f"  {row}" for row in self.rows)])
-
-
-def shared_row(name: str, group: str, kept: str) -> RingRow:
-    reason, numerics = f"{kept} gathers the same", "exact: the same elements"
-    return RingRow(name, "all_gather", group, "", scheme="shared", is_taken=True, reason=reason, numerics=numerics)
 
 
 def joined_reasons(reasons: list[str]) -> str:

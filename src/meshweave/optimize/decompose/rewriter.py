@@ -11,13 +11,11 @@ from torch import fx
 
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.errors import MeshweaveError
-from meshweave.ir.collectives import ALL_GATHER
 from meshweave.ir.device_program import DeviceProgram, rewrite_role
-from meshweave.ir.graph import erase_unused, origin_of, place_of, wide_dtype
+from meshweave.ir.graph import place_of, wide_dtype
 from meshweave.ir.rank import RankGraph, operands_of
 from meshweave.optimize.decompose.algorithms import DecomposeOptions, algorithm, prove
 from meshweave.optimize.decompose.chains import Downstream, Shapes, Upstream
-from meshweave.optimize.decompose.cut import kind_of
 from meshweave.optimize.decompose.find import KINDS, after, gathered, nodes_to_hoist, reduced, starts_of, variants
 from meshweave.optimize.decompose.price import Estimate, Kernels, RingPrices, gather_estimate, reduce_estimate
 from meshweave.optimize.decompose.proof import prove_rings
@@ -27,7 +25,6 @@ from meshweave.optimize.decompose.report import (
     gain_text,
     joined_reasons,
     no_gain_text,
-    shared_row,
 )
 from meshweave.optimize.decompose.rewrite import RingScheme, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of
 from meshweave.optimize.decompose.writer import ChunkWriter, Ring, ring_of
@@ -58,8 +55,6 @@ class RingChoice:
 
 
 C = TypeVar("C", Downstream, Upstream)
-# a removed gather: its name, its group, and the name of the gather that replaces it
-Shared = tuple[str, str, str]
 # Among the choices for a start: that chosen, and the reason if it is not taken after all ("": it is taken).
 Pick = Callable[[fx.Node, Sequence[RingChoice]], tuple[int, str]]
 
@@ -105,8 +100,8 @@ class RingRewriter:
     def __post_init__(self) -> None:
         self.write = ChunkWriter(self.program.graph, next(iter(self.program.graph.nodes)))
 
-    def run(self, shared: Sequence[Shared] = ()) -> DecomposeReport:
-        rows = [shared_row(*merged) for merged in shared]
+    def run(self) -> DecomposeReport:
+        rows = list[RingRow]()
         for start in starts_of(self.program.graph):
             rows.append(self.collective(start))
             while self.halves:
@@ -277,11 +272,10 @@ def take_apart(
     """Rewrite the graph of a program in place; returns the outcome of each collective, and the decisions that reproduce
     it.
     `profile`: of the machine; None: no costs. `order_of_sums`: over a group, if it differs from the algorithm's."""
-    shared = share_gathers(program) if options.share else ()
     shapes = Shapes(dict(program.values), dict(program.uneven))
     prices = None if profile is None else RingPrices(program, profile, shapes, _kernels(program, profile))
     rewriter = RingRewriter(program, options, shapes, prices, pick, order_of_sums)
-    return rewriter.run(shared), tuple(rewriter.decisions)
+    return rewriter.run(), tuple(rewriter.decisions)
 
 
 def _kernels(program: DeviceProgram, profile: MachineProfile) -> Kernels:
@@ -320,41 +314,3 @@ def decompose(
         return program.graph if report.num_taken else None, report
 
     return rewrite_role(role, rewrite)
-
-
-def share_gathers(program: DeviceProgram) -> tuple[Shared, ...]:
-    """Replace gathers of a phase that gather the same activation over the same group by the first of them.
-
-    Returns for each removed gather: its name, its group, and the name of the gather that replaces it. Parameters are
-    excluded: how long they stay gathered is decided where they are moved.
-    """
-    first: dict[Any, fx.Node] = {}
-    lasting, shared = program.lasting(), list[Shared]()
-    for start in [node for node in program.graph.nodes if node.target is ALL_GATHER.op]:
-        if start in lasting or program.refused(start):
-            continue
-        kept = first.setdefault((_base_text(start.args[0]), start.args[1:], origin_of(start).phase), start)
-        if kept is start:
-            continue
-        wait, its = wait_of(start), wait_of(kept)
-        order = {node: i for i, node in enumerate(program.graph.nodes)}
-        if order[wait] < order[its]:
-            wait.prepend(its)
-        wait.replace_all_uses_with(its)
-        shared.append((start.name, str(start.args[-1]), kept.name))
-        erase_unused(program.graph, [wait])
-    return tuple(shared)
-
-
-def _base_text(value: Any) -> Any:
-    """A value as text, down to its first ancestor that is not a view."""
-    if not isinstance(value, fx.Node):
-        return str(value)
-    kind = kind_of(value)
-    if kind is None or not (kind.is_free or value.target is aten.contiguous.default):
-        return value
-    return (
-        value.target,
-        *map(_base_text, value.args),
-        *((name, _base_text(arg)) for name, arg in value.kwargs.items()),
-    )
