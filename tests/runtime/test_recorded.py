@@ -29,6 +29,7 @@ def _copy(target: Any, source: Any) -> None:
 
 ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 EAGER = mw.RunOptions(backend="eager")
+EMPTY = torch.ops.aten.empty_strided.default
 WAITS = torch.ops.aten._local_scalar_dense.default
 
 
@@ -54,6 +55,8 @@ class _Ops(TorchDispatchMode):
             for x in written:
                 self.old.setdefault(x.data_ptr(), (x, x.clone()))
         result = op(*args, **kwargs)
+        if op is EMPTY:
+            result.zero_()  # indices, say, while it is recorded
         if not op._schema.is_mutable and not op.is_view:
             result = tree_map_only(Tensor, memory.with_value, result)
         self.calls.append((op, *(tree_map_only(Tensor, memory.placed, x) for x in (args, kwargs, result))))
@@ -140,7 +143,7 @@ class FakeGraphs:
                     args, kwargs, result = (tree_map_only(Place, self.at, x) for x in places)
                     if op._schema.is_mutable:
                         op(*args, **kwargs)
-                    elif not op.is_view and op is not torch.ops.aten.empty_strided.default:
+                    elif not op.is_view and op is not EMPTY:
                         tree_map(_copy, result, op(*args, **kwargs))
 
         return replay
