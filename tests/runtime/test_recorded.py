@@ -407,13 +407,9 @@ def job(pipe: Any, mesh: str) -> dict[str, Any]:
 
         def others(task: Any, env: Any) -> None:
             slot = task.args[0].index
-            value = env[slot]
-            if task.is_start and not task.owns_operand:
-                env[slot] = value.clone()  # held by what sends it; NCCL lets go when it is sent, not with the wait
-                if isinstance(place := fake.memory.placed(value), Place):
-                    flying[task.out] = (fake.at(place), env[slot])
+            if task.is_start and not task.owns_operand and isinstance(at := fake.memory.placed(env[slot]), Place):
+                flying[task.out] = (fake.at(at), env[slot].clone())
             run(task, env)
-            env[slot] = value
             if task.is_wait and (sent := flying.pop(slot, None)):
                 counts["same" if torch.equal(*sent) else "changed"] += 1
 

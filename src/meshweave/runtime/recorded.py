@@ -22,7 +22,7 @@ from meshweave.interop.pytree import tree_leaves, tree_map_only
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import ragged
 from meshweave.runtime.cuda_graphs import CudaGraphs, Place, RecordingFailed
-from meshweave.runtime.executor import UPDATE, After, Compiled, Env, Slot, Task, fill, perform
+from meshweave.runtime.executor import UPDATE, After, Compiled, Env, Slot, Task, perform
 from meshweave.runtime.straight_line import Run, straight_line
 
 LEAST_TASKS = 4  # fewer are called as fast as replayed
@@ -89,7 +89,6 @@ class RecordedPasses:
     _slot_of: dict[int, int] = field(default_factory=dict)  # their slots, by id, while recording
     _own: set[int] = field(default_factory=set)  # slots with values of recordings in the current pass
     _open: set[int] = field(default_factory=set)  # parts that are not recorded yet
-    _sent: dict[int, Any] = field(default_factory=dict)  # operands of communications, until their waits, by slot
     _fixed_slots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -125,7 +124,7 @@ class RecordedPasses:
         """The pass is over; what an incomplete pass has recorded is dropped."""
         if self.graphs.user is not self:
             return
-        self.graphs.user, self._fixed, self._slot_of, self._sent = None, {}, {}, {}
+        self.graphs.user, self._fixed, self._slot_of = None, {}, {}
         if self._is_replayed and self._open:
             self._forget()
 
@@ -189,19 +188,10 @@ class RecordedPasses:
             read.update((slot, None) for slot in slots if slot not in computed)
             computed.update(dict.fromkeys(task.outs))
             freed.update(dict.fromkeys(task.frees))
-        code = straight_line(tasks, self.device, self._communicate if not is_recorded else self._perform)
+        code = straight_line(tasks, self.device, self.others if not is_recorded else self._perform)
         results = tuple(slot for slot in computed if slot not in freed)
         frees = tuple(slot for slot in freed if slot not in computed)
         return Block(len(tasks), code, tuple(read), results, frees, is_recorded)
-
-    def _communicate(self, task: Task, env: Env) -> None:
-        """While others are recorded, what a communication reads keeps its memory until the wait: recordings that use it
-        again run, in replays, beside the communication. (NCCL lets go of it when the communication has ended.)"""
-        if task.is_start and self._open:
-            self._sent[task.out] = fill(task.args, env)
-        self.others(task, env)
-        if task.is_wait:
-            self._sent.pop(task.args[0].index, None)
 
     def _perform(self, task: Task, env: Env) -> None:
         perform(task, env, self.device)

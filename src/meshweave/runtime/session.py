@@ -58,9 +58,9 @@ Done = Callable[[bool], None] | None
 Fuser = Callable[[RankGraph, Sequence[int], torch.device, Any, Any], Sequence[Sequence[Any]]]
 _MEMORY_SHARE = 0.8  # of the memory that is free: steps op by op also have the allocator's gaps and kernels' scratch
 _ASKED = 16  # steps, before each of which processes ask each other for compiled regions; then once in so many
-# Whether processes of a job record, too, between their communications. Two of four cases gave other bits than single
-# launches (NVIDIA H200, torch 2.11, 2026-11), while each process tuned its kernels and recordings used the memory of
-# messages that were on their way. Both are mended; nobody has tried again on GPUs (benchmarks/nccl.py does).
+# Whether processes of a job record, too, between their communications. With kernels that each process had tuned for
+# itself two of four cases gave other bits than single launches (NVIDIA H200, torch 2.11, 2026-11). Kernels of jobs are
+# not tuned any more, but nobody has tried again (benchmarks/nccl.py does).
 IN_JOBS = False
 _NOTES = logging.getLogger("meshweave")
 # The user's calls that return full tensors of each kind.
