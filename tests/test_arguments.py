@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshweave as mw
@@ -14,7 +15,9 @@ from meshweave.build import Target, build_program
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.place.resolve import batch_axes
 from meshweave.runtime.cluster import init_from_env
+from meshweave.runtime.collectives import Pending
 from meshweave.runtime.process_groups import ClusterCommunicator, check_sends_from_gpu
+from meshweave.runtime.watch import ConnectionLost
 
 
 class Net(nn.Module):
@@ -214,6 +217,16 @@ def test_two_ranks_on_a_gpu() -> None:
         ClusterCommunicator(mw.Mesh("dp=2"), 1, True)._begin(begin)
     assert caught.value.got == refusal.splitlines()[1]
     assert "NCCL_HOSTID" in caught.value.hint
+
+
+def test_an_error_of_nccl_is_that_of_a_communication() -> None:
+    class Work:
+        def wait(self) -> None:
+            raise dist.DistBackendError("NCCL communicator was aborted on rank 1")
+
+    pending = Pending((Work(),), (), lambda: None)
+    with pytest.raises(ConnectionLost, match=r"interrupted(.|\n)*was aborted on rank 1"):
+        ClusterCommunicator(mw.Mesh("dp=2"), 1, True).wait(pending)
 
 
 @pytest.mark.parametrize(("config", "is_refused"), [("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", False)])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,19 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError, StepError
+from meshweave.runtime import hub, process_groups, watch
+from meshweave.runtime import rows as rows_module
 from meshweave.runtime.cluster import shutdown
 from meshweave.runtime.hub import different_calls
+from meshweave.runtime.process_groups import ClusterCommunicator
 from meshweave.runtime.rows import ALWAYS_FIRST
 
 SECONDS = 60.0  # on a machine with other work; on a quiet one under 2 s
 
 
-def made(mesh: str, dropout: float = 0.0) -> mw.TrainStep:
+def made(mesh: str, dropout: float = 0.0, kind: type[nn.Sequential] = nn.Sequential) -> mw.TrainStep:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), *([nn.Dropout(dropout)] if dropout else []))
+    model = kind(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2), *([nn.Dropout(dropout)] if dropout else []))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return mw.compile(model, loss=mse, example=rows(8), optimizer=optimizer, mesh=mesh, profile="alpha-beta")
 
@@ -281,6 +285,7 @@ def test_a_process_ends_after_a_failure_though_another_is_stopped(start: Callabl
 
 def job_with_a_child(pipe: Connection) -> dict[str, Any]:
     """Rank 1 has a child that outlives it, as a loader's worker may."""
+    rows_module.ALWAYS_FIRST = 1  # type: ignore[misc]
     step = made("dp=2")
     step(rows(8))
     if dist.get_rank() == 1:
@@ -290,7 +295,7 @@ def job_with_a_child(pipe: Connection) -> dict[str, Any]:
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(StepError, match="rank 1 is gone"):
+    with pytest.raises(StepError, match="rank 1 is gone\n  where: seen by rank 0 at all_reduce of 4 bytes over dp"):
         step(rows(8))
     return {"seconds": time.monotonic() - began}
 
@@ -299,3 +304,74 @@ def job_with_a_child(pipe: Connection) -> dict[str, Any]:
 def test_a_killed_process_is_gone_though_its_child_lives(start: Callable[..., Job]) -> None:
     first, _ = start(f"{__name__}:job_with_a_child", 2).finish(60)
     assert first["seconds"] < 10, first
+
+
+class Net(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self:
+            input = layer(input)
+        return input
+
+
+class Waiting:
+    """As the stream of a GPU behind a communication that does not end."""
+
+    def query(self) -> bool:
+        return False
+
+
+def job_beside_a_late_rank(pipe: Connection, mesh: str, case: str) -> dict[str, Any]:
+    """The last rank sleeps for longer than a communication may take, between two steps or inside one (in case
+    "stream" Gloo itself would wait longer), or raises inside a step."""
+    seconds, hub.GRACE, watch.GRACE = timedelta(seconds=2), 0.5, 0.5  # type: ignore[misc]
+    process_groups.TIMEOUT = seconds if case != "stream" else 20 * seconds  # type: ignore[misc]
+    rows_module.ALWAYS_FIRST = 1  # type: ignore[misc]
+    start, step, is_last = ClusterCommunicator.start, made(mesh, kind=Net), dist.get_rank() == dist.get_world_size() - 1
+
+    def begin_late(*args: Any) -> Any:
+        if case == "raise":
+            raise ValueError("the disk is on fire")
+        time.sleep(5)
+        ClusterCommunicator.start = start  # type: ignore[method-assign]
+        return start(*args)
+
+    for _ in range(2):
+        step(rows(8))
+    process_groups.TIMEOUT = seconds  # type: ignore[misc]
+    if is_last and case != "between":
+        ClusterCommunicator.start = begin_late  # type: ignore[method-assign]
+    elif is_last:
+        time.sleep(5)
+    elif case == "stream":
+        step.session.world.communicator.stream = Waiting()
+    began = time.monotonic()
+    try:
+        step(rows(8))
+    except StepError as error:
+        return {"text": str(error), "seconds": time.monotonic() - began}
+    return {}
+
+
+ROWS = [("dp=2", "between"), ("fsdp=2", "inside"), ("fsdp=2", "stream"), ("fsdp=2", "raise")]
+
+
+@pytest.mark.slow_rows("dp=2-between", "fsdp=2-stream", "fsdp=2-raise")
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("mesh", "case"), ROWS)
+def test_a_rank_that_is_late_is_named_with_the_communication_and_its_line(
+    start: Callable[..., Job], mesh: str, case: str
+) -> None:
+    first, last = start(f"{__name__}:job_beside_a_late_rank", 2, mesh, case).finish(60)
+    op = "all_reduce of 4 bytes" if mesh == "dp=2" else "all_gather_into_tensor of 64 bytes"
+    line = "tests/training.py" if mesh == "dp=2" else "tests/runtime/test_calls.py"
+    where = f"{op} over {mesh[:-2]} of ranks 0,1 for {line}"
+    if case == "raise":
+        assert f"rank 1 failed\n  where: seen by rank 0 at {where}" in first["text"]
+        assert "ValueError: the disk is on fire" in first["text"]
+        return
+    assert f"rank 1 did not come to {where}" in first["text"]
+    place = "past call 3 (step)" if case == "between" else "in call 4 (step)"
+    assert f"rank 1 is {place} at tests/runtime/test_calls.py" in first["text"]
+    assert ("a communication does not end" if case == "stream" else "Timed out waiting 2000ms") in first["text"]
+    assert "rank 1 did not come to" in last["text"]
+    assert first["seconds"] < 10

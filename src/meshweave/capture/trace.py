@@ -64,9 +64,10 @@ def _place(filename: str, line: int, function: str) -> str:
     return f"{filename}:{line} in {function}"
 
 
-def user_line() -> str:
-    """Source line of the innermost caller inside the traced step that is neither in torch nor in meshweave, or ""."""
-    frame: FrameType | None = sys._getframe(1)
+def user_line(frame: FrameType | None = None) -> str:
+    """Source line of the innermost caller (of `frame`) that is neither in torch nor in meshweave, inside the step while
+    one is traced; or ""."""
+    frame = frame or sys._getframe(1)
     while frame is not None and not _is_foreign(frame.f_code.co_filename):
         frame = None if frame.f_code.co_filename == _STEP else frame.f_back
     return "" if frame is None else _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

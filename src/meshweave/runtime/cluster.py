@@ -50,6 +50,7 @@ class ClusterWorld:
         self.watch.num_worlds += 1
         self._name = f" of model {self.watch.num_worlds}" if self.watch.num_worlds > 1 else ""
         self.communicator.check = self.watch.check
+        self.communicator.stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.watch.add(self.communicator)
         self._end = finalize(self, self.watch.remove, self.communicator)
         self._end.atexit = False

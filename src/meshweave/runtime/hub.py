@@ -66,6 +66,28 @@ def different_calls(posted: Mapping[int, Mapping[int, str]], ended: Mapping[int,
     return None
 
 
+def late_ranks(
+    broken: Mapping[str, Any], places: Mapping[int, tuple[int, Mapping[str, int], str]], num_ranks: int
+) -> dict[str, Any]:
+    """The failure of a communication, with the ranks that have not come to it. `places`: the number of a rank's call,
+    how many communications it has begun there by channel (whose name ends with its ranks), and its place in words."""
+    latest = max((number for number, _, _ in places.values()), default=0)
+    begun = {rank: counts for rank, (number, counts, _) in places.items() if number == latest}
+    late: dict[str, tuple[int, list[int]]] = {}
+    for channel in sorted({channel for counts in begun.values() for channel in counts}):
+        ranks = [int(rank) for rank in channel.rpartition(" ")[2].split(",")]
+        counts_here = [begun[rank].get(channel, 0) if rank in begun else 0 for rank in ranks]
+        least = min(counts_here)
+        if least < max(counts_here):
+            late[channel] = (least, [rank for rank, count in zip(ranks, counts_here, strict=True) if count == least])
+    behind = sorted({*range(num_ranks)} - {*begun} | {rank for _, ranks in late.values() for rank in ranks})
+    if not behind:
+        return dict(broken)
+    states = [f"rank {rank} {places[rank][2] if rank in places else 'does not answer'}" for rank in behind[:_SHOWN]]
+    what = f"{names_of_ranks(behind)} did not come to a communication"
+    return {**broken, "what": what, "got": f"{'; '.join(states)}; {broken['got']}", "late": late}
+
+
 @dataclass(eq=False)
 class MessageLink:
     """A connection that carries messages, one JSON text a line."""
@@ -121,6 +143,7 @@ class Hub:
         self._silent = set(range(num_ranks))  # ranks that have not said hello
         self._lost: dict[int, float] = {}  # when the connection of a rank ended
         self._consequence: tuple[float, dict[str, Any]] | None = None  # since when: a collective that broke
+        self._places: dict[int, tuple[int, Mapping[str, int], str]] = {}  # where ranks are since then
         self._is_closed = False
         threading.Thread(target=self._run, name="meshweave-hub", daemon=True).start()
 
@@ -165,7 +188,8 @@ class Hub:
                 self._declare(_gone(rank))
         if self._consequence is not None and now - self._consequence[0] >= GRACE:
             ended = next(iter(self._lost or self._ended or self._silent), None)
-            self._declare(self._consequence[1] if ended is None else _gone(ended))
+            broken = late_ranks(self._consequence[1], self._places, self.num_ranks)
+            self._declare(broken if ended is None else _gone(ended))
 
     def _accept(self) -> None:
         try:
@@ -212,8 +236,12 @@ class Hub:
                 self._declare(_absence(name, absent, seconds))
         elif kind == "failed":
             self._declare(*parts)
-        elif kind == "broken":
-            self._consequence = self._consequence or (time.monotonic(), parts[0])
+        elif kind == "broken" and self._consequence is None:
+            self._consequence = (time.monotonic(), parts[0])
+            self.tell(message("where"))
+        elif kind == "place":
+            num_guards, begun, text = parts
+            self._places[link.rank] = (num_guards, begun, text)
         elif kind in ("calls", "ended"):
             calls, by = parts
             self._posted[link.rank] = {int(num): text for num, text in calls.items()}

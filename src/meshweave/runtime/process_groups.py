@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from meshweave.errors import StepError
 from meshweave.interop.gloo import break_connections
@@ -23,10 +24,12 @@ from meshweave.ir.collectives import (
     reduce_in_order,
     transfer,
 )
+from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.background import Background, wait_all
 from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending, native_all_reduce_in_place
+from meshweave.runtime.hub import names_of_ranks
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.messages import Messages, bytes_of, dense
 from meshweave.runtime.watch import POLL, ConnectionLost
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 # A live peer that is silent for so long counts as stuck. Dead peers are detected sooner (see watch.py). torch's own
 # default for Gloo is 30 minutes.
 TIMEOUT = timedelta(minutes=5)
+_WAITED = -1  # in place of bytes
+_OVERDUE = 0.9  # of TIMEOUT: NCCL's own watchdog ends the process after all of it, without a cause
 _RELEASED = 2.0  # seconds in which threads end once their connections are broken
 # Up to this size a single round that gathers every operand beats two rounds (exchange, then gather): on Gloo, 4
 # processes on 2 shared cores, torch 2.13, 2026-11, `all_reduce` of float32, minimum of 4 runs: 64 B 4.4 ms in one round
@@ -72,15 +77,18 @@ class ClusterCommunicator:
     rank: int
     is_native: bool
     check: Callable[[], None] = lambda: None
-    timeout: timedelta = TIMEOUT
     recorder: Recorder | None = None
+    stream: torch.cuda.Stream | None = None  # of the GPU that computes
     num_started: int = 0
     num_waited: int = 0
+    # Starts of the program in this call, in order, with the bytes of their operands; again where they are waited for.
+    log: list[tuple[fx.Node, int]] = field(default_factory=list)
     open: set[Pending] = field(default_factory=set)
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _process_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _messages: dict[dist.ProcessGroup, Messages] = field(default_factory=dict)
     _background: Background = field(default_factory=Background)
+    _graph: RankGraph | None = None  # of `log`
 
     def prepare(self, roles: Sequence[RankGraph]) -> None:
         """Create the process groups of every collective of every role. All ranks of the world call it together."""
@@ -107,9 +115,7 @@ class ClusterCommunicator:
         # Every rank calls new_group for every group, in the same order: torch names groups by counting the calls.
         for ranks in sorted(tuple(sorted(g)) for g in groups if len(g) > 1):
             if ranks not in self._process_groups:
-                self._process_groups[ranks] = dist.new_group(
-                    list(ranks), timeout=self.timeout, group_desc=",".join(axes)
-                )
+                self._process_groups[ranks] = dist.new_group(list(ranks), timeout=TIMEOUT, group_desc=",".join(axes))
         members = next((g for g in groups if self.rank in g), (self.rank,))
         ranks = tuple(sorted(members))
         order = tuple(ranks.index(r) for r in members)
@@ -119,10 +125,12 @@ class ClusterCommunicator:
         messages = self._messages.setdefault(process_group, Messages(process_group, self._background))
         return Group(process_group, order, ranks == members, messages)
 
-    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
-        """Begin a communication of a rank graph; `args` are those of its node without the operand. Nobody else reads an
-        owned operand, so its memory may be written."""
-        *rest, name = args
+    def start(self, graph: RankGraph, node: fx.Node, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
+        """Begin the communication of a node of a rank graph; `args` are those of the node without the operand. Nobody
+        else reads an owned operand, so its memory may be written."""
+        self._graph = graph
+        self.log.append((node, 0 if operand is None else operand.nbytes))
+        op, (*rest, name) = node.target, args
         if op is transfer:
             return self.transfer(graph.transfers[name], operand, int(name[1:]))
         mesh, axes = graph.group_axes(name)
@@ -257,14 +265,63 @@ class ClusterCommunicator:
         work = lambda: dist.broadcast(bytes_of(x), source, async_op=True)  # noqa: E731
         return self.wait(self._begin(lambda: Pending((work(),), (x,), lambda: x)))
 
-    def wait(self, started: Any) -> Any:
-        """The finished value of a start. Raises StepError, within seconds, when a peer has failed."""
+    def wait(self, started: Any, node: fx.Node | None = None) -> Any:
+        """The finished value of a start, which `node` of a rank graph has begun. Raises StepError, within seconds, when
+        a peer has failed."""
+        if node is not None:
+            self.log.append((node, _WAITED))
         return self._finish(started) if isinstance(started, Pending) else started
 
     def drain(self) -> None:
         """Wait for everything that was started."""
         for pending in list(self.open):
             self.wait(pending)
+
+    # what an error says of the program
+
+    def place(self) -> str:
+        """The communication that the program has started or waited for last: op, bytes, group, line of the model."""
+        if not self.log:
+            return ""
+        last, _ = self.log[-1]
+        return self._described(last, max(size for start, size in self.log if start is last))
+
+    def num_begun(self) -> Counter[str]:
+        """How many communications this rank has begun in this call, by channel."""
+        return Counter(self._channel(start) for start, size in list(self.log) if size != _WAITED)
+
+    def missed(self, late: Mapping[str, tuple[int, Sequence[int]]]) -> str:
+        """The first communication that this rank has begun and others have not. `late`: by channel, how many all of its
+        ranks have begun, and which ranks have begun no more."""
+        seen = Counter[str]()
+        for start, size in self.log if late else ():
+            if size == _WAITED:
+                continue
+            channel = self._channel(start)
+            if channel in late and seen[channel] == late[channel][0]:
+                return f"{names_of_ranks(late[channel][1])} did not come to {self._described(start, size)}"
+            seen[channel] += 1
+        return ""
+
+    def _channel(self, start: fx.Node) -> str:
+        """A name that the ranks of a group, or of both ends of a transfer, have in common, which ends with them."""
+        assert self._graph is not None
+        name = str(start.args[-1])
+        if start.target is transfer:
+            entry = self._graph.transfers[name]
+            ranks = {*entry.source.mesh.devices, *entry.target.mesh.devices}
+        else:
+            ranks = {*self._graph.group_members(name, self.rank)}
+        return f"{name} of ranks {','.join(map(str, sorted(ranks)))}"
+
+    def _described(self, start: fx.Node, size: int) -> str:
+        op = op_name(start.target).rpartition(".")[2]
+        return f"{op} of {size:,} bytes over {self._channel(start)} for {origin_of(start)}"
+
+    def is_overdue(self, seconds: float) -> bool:
+        """Whether a GPU still waits though the program has begun nothing for so long. (Waits for Gloo end by
+        themselves.)"""
+        return self.stream is not None and seconds > _OVERDUE * TIMEOUT.total_seconds() and not self.stream.query()
 
     def abort(self) -> None:
         """After a failure: release a rank that waits for a GPU. On Gloo abort() releases no rank (torch 2.13); `check`

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from meshweave.errors import MeshweaveError
 from meshweave.ir.rank import RankGraph
@@ -38,10 +39,10 @@ class Alone:
 
     recorder: Recorder | None = None
 
-    def start(self, graph: RankGraph, op: Any, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
+    def start(self, graph: RankGraph, node: fx.Node, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
         return operand
 
-    def wait(self, started: Any) -> Any:
+    def wait(self, started: Any, node: fx.Node | None = None) -> Any:
         return started
 
 
@@ -119,7 +120,7 @@ class SerialExecutor:
 
     def _run(self, task: Task, env: Env) -> None:
         if task.is_wait:
-            env[task.out] = self.communicator.wait(env[task.args[0].index])
+            env[task.out] = self.communicator.wait(env[task.args[0].index], task.node.all_input_nodes[0])
         elif task.is_start:
             env[task.out] = self._started(task, env)
         else:
@@ -128,7 +129,7 @@ class SerialExecutor:
     def _started(self, task: Task, env: Env) -> Any:
         operand, *rest = (fill(a, env) for a in task.args)
         try:
-            return self.communicator.start(self.compiled.graph, task.function, operand, rest, task.owns_operand)
+            return self.communicator.start(self.compiled.graph, task.node, operand, rest, task.owns_operand)
         except MeshweaveError:
             raise
         except Exception as error:

@@ -396,6 +396,7 @@ class Session:
                 losses, metrics, left = self._differentiate(micros)
                 norm = self._norm()
                 self.was_skipped = self._is_skipped(losses, norm)
+                self.world.check()  # a communication of a GPU that was aborted leaves no result
                 with uninterrupted():
                     self._update(numbers, left)
                     self._keep_results(losses, metrics, norm)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.batch import Batch
 from meshweave.capture.optimizer_groups import parts_of
-from meshweave.errors import MeshError, MeshweaveError
+from meshweave.errors import MeshweaveError
 from meshweave.interop.process_groups import store_of_job
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
@@ -51,15 +51,7 @@ def join(device: torch.device | str | None) -> None:
         return
     if "RANK" not in os.environ:
         return
-    try:
-        init_from_env("gloo" if str(device or "").startswith("cpu") else None)
-    except dist.DistError as error:
-        raise MeshError(
-            "not all ranks joined the job",
-            where=f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
-            got=str(error).splitlines()[0],
-            hint="a rank has ended or hangs before mw.compile: see its log",
-        ) from error
+    init_from_env("gloo" if str(device or "").startswith("cpu") else None)
     atexit.register(shutdown)
 
 

@@ -29,6 +29,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from meshweave.capture.batch import shapes_text
+from meshweave.capture.trace import user_line
 from meshweave.errors import StepError
 from meshweave.interop.process_groups import default_store
 from meshweave.runtime.hub import GRACE, Hub, MessageLink, message
@@ -62,6 +63,7 @@ class Watch:
         self.rank, self.num_worlds = rank, 0
         self.failure: dict[str, Any] | None = None
         self._communicators: list[ClusterCommunicator] = []  # of the worlds that are open
+        self._active: ClusterCommunicator | None = None  # of the world that was guarded last
         self._calls: tuple[tuple[int, str, Any], ...] = ((0, "", ()),)  # number, name, shapes; replaced by each call
         self._before: tuple[str, Any] = ("", ())
         self._is_inside, self._depth, self._num_guards, self._num_gathers = False, 0, 0, 0
@@ -90,9 +92,13 @@ class Watch:
 
     def _error(self) -> StepError:
         assert self.failure is not None
+        missed, place = "", ""
+        if self._active is not None:
+            missed = self._active.missed(self.failure.get("late", {}))
+            place = "" if missed else self._active.place()
         return StepError(
-            self.failure["what"],
-            where=f"seen by rank {self.rank}",
+            missed or self.failure["what"],
+            where=f"seen by rank {self.rank}" + (f" at {place}" if place else ""),
             got=self.failure["got"],
             hint=self.failure.get("hint", "the job cannot go on: restart it from its last checkpoint"),
         )
@@ -104,6 +110,7 @@ class Watch:
         The rank that failed raises its own error, the others StepError with the first error. When all ranks fail at the
         same point (a loss that is not finite), each raises its own error and the job goes on; otherwise it does not.
         """
+        self._active = communicator or self._active
         if self._depth:
             yield
             return
@@ -114,6 +121,8 @@ class Watch:
                 got=f"{self.failure['what']}: {self.failure['got']}",
                 hint="restart the job from its last checkpoint",
             )
+        for each in self._communicators:
+            each.log.clear()
         self._num_guards += 1
         self._depth += 1
         try:
@@ -150,7 +159,7 @@ class Watch:
         failure = {"what": f"rank {self.rank} failed", "got": text, "rank": self.rank}
         is_lost = _is_lost(error)  # because of another failure, for which rank 0 waits
         if is_lost:
-            failure |= {"what": f"a connection of rank {self.rank} has broken", "rank": -1}
+            failure |= {"what": f"a communication of rank {self.rank} has broken", "rank": -1}
         if self.failure is None:
             self._send("broken" if is_lost else "failed", failure)
             self._await(lambda: self.failure is not None or self._is_left, LOCKSTEP + is_lost * 2 * GRACE)
@@ -295,18 +304,24 @@ class Watch:
         link.connection.close()
 
     def _listen(self, link: MessageLink, selector: selectors.BaseSelector) -> None:
-        seen, since, is_posted = self._calls, time.monotonic(), False
+        seen, since, is_posted = self._progress(), time.monotonic(), False
+        is_overdue = False
         while self.failure is None:
             messages = link.receive() if selector.select(_LOOK) else []
             if messages is None:
                 break
             for kind, *parts in messages:
                 self._hear(kind, *parts)
-            if self._calls is not seen:
-                seen, since, is_posted = self._calls, time.monotonic(), False
-            if not (is_posted or self._has_left) and time.monotonic() - since > STUCK:
+            if self._progress() != seen:
+                seen, since, is_posted = self._progress(), time.monotonic(), False
+            seconds = time.monotonic() - since
+            if not (is_posted or self._has_left) and seconds > STUCK:
                 is_posted = True
-                self._send("calls", _texts(seen), "")
+                self._send("calls", _texts(self._calls), "")
+            if self._depth and not is_overdue and any(each.is_overdue(seconds) for each in self._communicators):
+                is_overdue = True
+                error = ConnectionLost("a communication does not end", got=f"nothing in {seconds:.0f} s")
+                threading.Thread(target=self._spread, args=(error,), daemon=True).start()
             if not (self._has_left or dist.is_initialized()):
                 self._leave()  # the process may end at any time
         if not (self.failure or self._has_left or self._is_left):
@@ -314,9 +329,22 @@ class Watch:
             if not self._has_left and dist.is_initialized():
                 self._fail({"what": "rank 0 is gone", "got": "its process has ended", "rank": 0})
 
+    def _progress(self) -> tuple[Any, int]:
+        return self._calls, sum(len(each.log) for each in self._communicators)
+
+    def _place(self) -> str:
+        """What this rank does: its call, and the line of the script."""
+        number, name, _ = self._calls[-1]
+        main = threading.main_thread().ident
+        line = user_line(sys._current_frames().get(main or 0))
+        return f"{'is in' if self._depth else 'is past'} call {number} ({name})" + (f" at {line}" if line else "")
+
     def _hear(self, kind: str, *parts: Any) -> None:
         if kind == "failed":
             self._fail(parts[0])
+        elif kind == "where":
+            begun = {} if self._active is None else self._active.num_begun()
+            self._send("place", self._num_guards, begun, self._place())
         with self._changed:
             self._is_left |= kind == "bye"
             if kind == "values":
