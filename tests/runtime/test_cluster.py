@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import meshweave as mw
-from meshweave.errors import CheckpointError, LayoutError, StepError
+from meshweave.errors import CheckpointError, LayoutError, MeshError, StepError
 from meshweave.ir.collectives import functional
 from meshweave.ir.graph import Spec
+from meshweave.runtime import cluster
 from meshweave.runtime.cluster import ClusterWorld, init_from_env, shutdown
 from meshweave.runtime.dtensor import dtensor_from_piece
 from meshweave.runtime.process_groups import ONE_ROUND_BYTES
@@ -389,6 +391,18 @@ def job_mesh(pipe: Connection, spec: str, devices: str) -> dict[str, Any]:
     return {}
 
 
+def job_devices(pipe: Connection) -> dict[str, Any]:
+    """Ranks with GPUs of two kinds, then one without a GPU, by their names."""
+    rank, notes = dist.get_rank(), list[str]()
+    cluster._NOTES = SimpleNamespace(warning=lambda text, *parts: notes.append(text % parts))  # type: ignore[assignment]
+    cluster.machine_of = lambda device: {"device": f"GPU {rank}"}
+    ClusterWorld(mw.Mesh(a=2))
+    cluster.machine_of = lambda device: {"device": "GPU" if rank else "cpu"}
+    with pytest.raises(MeshError, match="some ranks have no GPU") as caught:
+        ClusterWorld(mw.Mesh(a=2))
+    return {"notes": notes, "got": caught.value.got}
+
+
 @pytest.mark.slow_rows("0")
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_rank_that_raises_is_named_on_every_rank(start: Callable[..., Job], at: int) -> None:
@@ -454,6 +468,13 @@ def test_a_mesh_that_does_not_fit_the_world(start: Callable[..., Job]) -> None:
     for outcome in start(f"{__name__}:job_mesh", 2, "a=2", "0,5").finish(30):
         assert outcome["error"] == "MeshError"
         assert "got: 2 devices: 0, 5\n  expected: each of the ranks 0 to 1 once" in outcome["text"]
+
+
+def test_devices_of_all_ranks_are_compared(start: Callable[..., Job]) -> None:
+    first, second = start(f"{__name__}:job_devices", 2).finish(30)
+    note = "devices of different kinds in a job: GPU 0 on rank 0, GPU 1 on rank 1; all of them wait for the slowest"
+    assert (first["notes"], second["notes"]) == ([note], [])
+    assert first["got"] == second["got"] == "GPU on rank 1, cpu on rank 0"
 
 
 def test_init_from_env_outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:

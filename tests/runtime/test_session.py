@@ -6,7 +6,8 @@ import copy
 import gc
 import signal
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -58,33 +59,58 @@ class Deep(nn.Module):
 
 
 class Reads(TorchDispatchMode):
-    """Fails where the host reads a value, for which it would wait on a GPU."""
+    """Fails where the host reads a value, for which it would wait on a GPU: `.item()`, ops whose results have sizes
+    that depend on values, and copies to the host."""
+
+    READING = (aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert op.overloadpacket not in (aten._local_scalar_dense, aten.nonzero, aten.equal, aten.is_nonzero), op
-        return op(*args, **(kwargs or {}))
+        assert op.overloadpacket not in self.READING, op
+        result = op(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.device.type == "cpu":
+            assert not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in args), f"{op} copies to the host"
+        return result
 
 
-@pytest.mark.slow_rows("dp=2", "tp=2", "cp=2")
-@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2", "tp=2", "cp=2"])
-def test_the_host_reads_no_value_between_the_ops_of_a_step(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and norms are read by the session, between parts, if they are checked. (On processors random numbers read
-    the number of the step.)"""
-    model, batch, loss = models.hugging_face("llama", batch=4, heads=4, layers=1)
+@contextmanager
+def without_synchronisation(device: str) -> Iterator[None]:
+    """Inside, an op for which the host waits for a GPU is an error."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+ROWS_OF_READS = [
+    *(("cpu", mesh, 1) for mesh in ("fsdp=2", "dp=2", "tp=2", "cp=2", "pp=2")),
+    *(("cpu", mesh, 2) for mesh in ("dp=2", "fsdp=2,tp=2", "pp=2")),
+    *(pytest.param("cuda", mesh, 1, marks=pytest.mark.gpu) for mesh in ("dp=1", "fsdp=2", "cp=2")),
+]
+
+
+@pytest.mark.slow_rows("cpu-dp=2-1", "cpu-tp=2-1", "cpu-cp=2-1", "cpu-pp=2-1", "cpu-dp=2-2", "cpu-fsdp=2,tp=2-2")
+@pytest.mark.parametrize(("device", "mesh", "accumulate"), ROWS_OF_READS)
+def test_the_host_reads_no_value_between_the_ops_of_a_step(device: str, mesh: str, accumulate: int) -> None:
+    """Without check_finite, that is: loss and norm are read before the update. (On processors random numbers read the
+    number of the step.) On GPUs PyTorch itself looks for synchronisations, too."""
+    model, batch, loss = models.hugging_face("llama", batch=4, heads=4, layers=2)
+    model, batch = model.to(device), {name: value.to(device) for name, value in batch.items()}
+    optimizer = ADAM(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    run = mw.RunOptions(check_finite=False, backend="eager")
     step = mw.compile(
-        model, loss=loss, example=batch, optimizer=ADAM(model.parameters()), mesh=mesh, clip_grad_norm=1.0
-    )
-    run, parts = step.session.executor.run, list[int]()
-
-    def without_reads(part: int, after: Any = None) -> None:
-        parts.append(part)
-        with Reads():
-            run(part, after)
-
-    monkeypatch.setattr(step.session.executor, "run", without_reads)
+        model, loss=loss, example=batch, optimizer=optimizer, mesh=mesh, accumulate=accumulate, clip_grad_norm=1.0,
+        run=run, device=device,
+    )  # fmt: skip
+    step(batch)
     for _ in range(2):
-        step(batch)
-    assert parts == [0, 1, 2] * 2
+        schedule.step()
+        with Reads(), without_synchronisation(device):
+            step(batch)
+    assert step.session.state.num_steps == 3
 
 
 def _storages(tensors: Iterable[Tensor | None]) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshweave.disk_cache import machine_of
 from meshweave.errors import LayoutError, MeshError
 from meshweave.interop.process_groups import default_store
 from meshweave.ir.collectives import ALL_GATHER
@@ -23,19 +25,21 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.collectives import Group
 from meshweave.runtime.executor import Compiled, Meter
+from meshweave.runtime.hub import names_of_ranks
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator
 from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.watch import close_watch, watch_of_job
 from meshweave.runtime.world import LocalWorld, World, check_virtual_devices, checked_device
 
 LINGER = 5.0  # seconds in which rank 0 waits at its end for ranks that have compiled nothing
+_NOTES = logging.getLogger("meshweave")
 
 
 class ClusterWorld:
     """A rank of an initialised torch.distributed job; device ids of the mesh are global ranks.
 
     Every rank creates its worlds in the same order. Raises MeshError, on every rank, unless the mesh names each rank of
-    the job once.
+    the job once, and all or none have a GPU. GPUs of different kinds are a warning.
     """
 
     is_distributed = True
@@ -54,6 +58,7 @@ class ClusterWorld:
         self.watch.add(self.communicator)
         self._end = finalize(self, self.watch.remove, self.communicator)
         self._end.atexit = False
+        _compare_devices(self.watch.gather("the comparison of devices", machine_of(self.device)["device"]))
 
     def close(self) -> None:
         """Release what this world has. It must not be used afterwards."""
@@ -158,18 +163,29 @@ def _check_ranks(mesh: Mesh) -> None:
         )
 
 
+def _compare_devices(devices: Mapping[int, str]) -> None:
+    """Compare the devices of all ranks, by rank."""
+    kinds = {kind: [rank for rank in devices if devices[rank] == kind] for kind in sorted({*devices.values()})}
+    text = ", ".join(f"{kind} on {names_of_ranks(ranks)}" for kind, ranks in kinds.items())
+    if len(kinds) > 1 and "cpu" in kinds:
+        raise MeshError(
+            "some ranks have no GPU",
+            got=text,
+            expected="a GPU for every rank, or for none",
+            hint="see why PyTorch finds no GPU there (torch.cuda.is_available()), or pass device='cpu' on every rank",
+        )
+    if len(kinds) > 1 and dist.get_rank() == 0:
+        _NOTES.warning("devices of different kinds in a job: %s; all of them wait for the slowest", text)
+
+
 def _device(device: torch.device | str | None) -> torch.device:
     has_nccl = "nccl" in str(dist.get_backend_config()) and torch.cuda.is_available()
     chosen = checked_device(device if device is not None else "cuda" if has_nccl else "cpu")
     if chosen.type == "cuda":
         if chosen.index is None:
-            chosen = torch.device("cuda", _local_rank())
+            chosen = torch.device("cuda", _own_gpu(dist.get_rank()))
         torch.cuda.set_device(chosen)
     return chosen
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", dist.get_rank() % max(1, torch.cuda.device_count())))
 
 
 def _is_job() -> bool:
@@ -213,28 +229,29 @@ def init_from_env(backend: str | None = None, timeout: timedelta = TIMEOUT) -> t
         )
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in chosen:
-        torch.cuda.set_device(_own_gpu())
+        torch.cuda.set_device(_own_gpu(int(os.environ["RANK"])))
     try:
         dist.init_process_group(chosen, timeout=timeout)
     except RuntimeError as error:
         raise MeshError(
             "the ranks of the job did not meet",
-            where=f"rank {os.environ['RANK']} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+            where=f"rank {os.environ['RANK']} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, {chosen}",
             got=str(error).splitlines()[0],
             expected=f"{os.environ['WORLD_SIZE']} ranks within {timeout.total_seconds():g} s",
-            hint="see why a rank is missing; to wait for another time call "
+            hint="see why a rank is missing, or has another backend for want of a GPU; to wait for another time call "
             "torch.distributed.init_process_group(timeout=...) before compile",
         ) from error
     return dist.get_rank(), dist.get_world_size()
 
 
-def _own_gpu() -> int:
-    """The index of this rank's GPU. MeshError if its host has none for it."""
-    own, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+def _own_gpu(rank: int) -> int:
+    """The index of the GPU of a rank. MeshError if its host has none for it."""
+    count = torch.cuda.device_count()
+    own = int(os.environ.get("LOCAL_RANK", rank % max(1, count)))
     if own >= count:
         raise MeshError(
             "this rank has no GPU",
-            where=f"rank {os.environ['RANK']}",
+            where=f"rank {rank}",
             got=f"LOCAL_RANK={own} on a host with {count} CUDA devices",
             expected="a process per GPU",
             hint=f"torchrun --nproc-per-node={count or 1}, or init_from_env('gloo') and device='cpu'; to share a GPU, "

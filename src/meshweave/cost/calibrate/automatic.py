@@ -4,7 +4,6 @@ first step or by an earlier job."""
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -43,8 +42,6 @@ _PROBE_SIZE = 512  # of a square matmul
 SMALL_BYTES = 1 << 20
 _MOST_ERROR = 1.25  # of a built-in profile: collectives that take longer or shorter by more are taken as measured
 T = TypeVar("T")
-
-_NOTES = logging.getLogger("meshweave")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +108,6 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool
         return ChosenCosts(built_in or AlphaBeta(), f"{f'profile {known}' if known else 'alpha-beta'}: {small}")
     entry = CacheEntry(cache_directory() / "profiles", _key(seats, built_in))
     is_first = dist.get_rank() == 0
-    if is_first and len(names) > 1:
-        _NOTES.warning("devices of different kinds in a job: %s; all of them wait for the slowest", ", ".join(names))
     with entry.lock() if is_first else nullcontext():
         with world.guard():
             text, trouble = _gathered(_cached_profile(entry, built_in, num_ranks) if is_first else ("", ""))[0]
