@@ -287,7 +287,8 @@ def job_with_a_child(pipe: Connection) -> dict[str, Any]:
     """Rank 1 has a child that outlives it, as a loader's worker may."""
     rows_module.ALWAYS_FIRST = 1  # type: ignore[misc]
     step = made("dp=2")
-    step(rows(8))
+    for _ in range(2):
+        step(rows(8))
     if dist.get_rank() == 1:
         if os.fork() == 0:
             pipe.close()
@@ -295,7 +296,7 @@ def job_with_a_child(pipe: Connection) -> dict[str, Any]:
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(StepError, match="rank 1 is gone\n  where: seen by rank 0 at all_reduce of 4 bytes over dp"):
+    with pytest.raises(StepError, match=r"rank 1 is gone\n  where: seen by rank 0 at all_reduce of \d bytes over dp"):
         step(rows(8))
     return {"seconds": time.monotonic() - began}
 
@@ -303,7 +304,7 @@ def job_with_a_child(pipe: Connection) -> dict[str, Any]:
 @pytest.mark.multiprocess
 def test_a_killed_process_is_gone_though_its_child_lives(start: Callable[..., Job]) -> None:
     first, _ = start(f"{__name__}:job_with_a_child", 2).finish(60)
-    assert first["seconds"] < 10, first
+    assert first.get("seconds", 99.0) < 10, first
 
 
 class Net(nn.Sequential):
