@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.processes import Job
 from torch import nn
 
 import meshweave as mw
-from meshweave.cost.calibrate import automatic, costs_for
+from meshweave.cost.calibrate import automatic, calibrate, costs_for
 from meshweave.cost.hardware import AlphaBeta, load_profile, profile_of_device
 from meshweave.cost.hardware.load import _DATA
 from meshweave.disk_cache import CacheEntry
@@ -193,3 +194,35 @@ def test_a_job_measures_once_and_again_where_what_is_kept_is_not_to_be_used(
     assert re.match(known + r" in \d+ s, cached in ", timed)
     assert re.match(known + ", cached in ", cached)
     assert [o.partition(" s")[2] for o in second["origins"]] == [o.partition(" s")[2] for o in first["origins"]]
+
+
+def job_profile_of_a_file(pipe: Connection, path: str) -> dict[str, Any]:
+    """A profile of a file whose links are 10,000 times as slow, and then the same file measured again."""
+    world, notes = ClusterWorld(mw.Mesh("dp=2")), list[str]()
+    automatic._NOTES = SimpleNamespace(warning=lambda text, *parts: notes.append(text % parts))  # type: ignore[assignment]
+    origins = [costs_for(path, world).origin]
+    automatic._MOST_DRIFT = 1e3  # type: ignore[misc]  # on a machine with other work
+    automatic._LEAST_DRIFTS.update(gather=1e-3)
+    text = calibrate(SHORT, "machine", "meshweave calibrate", world.device, lambda stage: None).text
+    if dist.get_rank() == 0:
+        Path(path).write_text(text)
+    dist.barrier()
+    origins.append(costs_for(path, world).origin)
+    return {"origins": origins, "notes": notes}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_link_far_from_the_profile_of_a_file_is_a_warning_with_what_to_do(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    path = tmp_path / "machine.toml"
+    slow = re.sub(r"\[(\d+), ([0-9.e-]+)\]", lambda m: f"[{m[1]}, {float(m[2]) * 1e4}]", TEXT)
+    path.write_text(slow)
+    first, second = start(f"{__name__}:job_profile_of_a_file", 2, str(path)).finish(240)
+    (note,) = first["notes"]
+    assert re.match(r"a gather takes \S+ times as long as \S+/machine.toml says: measure again", note)
+    assert note.endswith(f"torchrun ... -m meshweave calibrate -o {path}")
+    assert second["notes"] == []
+    assert "a gather takes" in first["origins"][0]
+    assert first["origins"][1] == "profile machine, as asked"

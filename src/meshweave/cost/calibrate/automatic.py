@@ -4,11 +4,13 @@ first step or by an earlier job."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,14 @@ from meshweave.cost.calibrate.cases import Pool, matmul_case
 from meshweave.cost.calibrate.links import LinkTimer, MeasuredGroup, lead_of, local_bytes_of, places
 from meshweave.cost.calibrate.measure import BRIEF, BRIEF_GPU, LINKS_GPU, calibrate, peers_of
 from meshweave.cost.calibrate.ops import Effort, time_ops, typical
-from meshweave.cost.hardware import AlphaBeta, Costs, MachineProfile, load_profile, profile_of_device
+from meshweave.cost.hardware import (
+    AlphaBeta,
+    Costs,
+    MachineProfile,
+    load_profile,
+    profile_names,
+    profile_of_device,
+)
 from meshweave.cost.hardware.load import parse_profile, parse_table
 from meshweave.cost.hardware.schema import Fit, Link, MeasuredLinks
 from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
@@ -42,6 +51,7 @@ _PROBE_SIZE = 512  # of a square matmul
 SMALL_BYTES = 1 << 20
 _MOST_ERROR = 1.25  # of a built-in profile: collectives that take longer or shorter by more are taken as measured
 T = TypeVar("T")
+_NOTES = logging.getLogger("meshweave")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,8 @@ def costs_for(
 ) -> ChosenCosts:
     """The costs for `profile` on `world`. All ranks of a job call it together and get the same.
 
-    Cost objects are used unchanged; "alpha-beta" is an AlphaBeta, another name or a file a machine profile. None and
+    Cost objects are used unchanged; "alpha-beta" is an AlphaBeta, another name or a file a machine profile; a job warns
+    if its links are far from those of a file. None and
     "auto" are, in a job of several processes, measured once (about 10 s) and cached in `cache_directory()`, by hosts,
     devices, addresses, backend, number of processes and versions. GPUs with a built-in profile have its compute, and
     only links are measured (at most 5 s): the name of a GPU does not tell its network. With None, nothing is measured
@@ -86,8 +97,13 @@ def costs_for(
     process have no links: only relative costs of moves matter, for which an AlphaBeta is enough.
     """
     if isinstance(profile, str) and profile not in (AUTO, ALPHA_BETA):
-        costs = load_profile(profile)
-        return ChosenCosts(costs, f"profile {costs.name}, as asked")
+        costs, trouble = load_profile(profile), ""
+        if profile not in profile_names() and isinstance(world, ClusterWorld) and world.mesh.num_devices > 1:
+            trouble = _trouble(costs, world, False, profile)
+        if trouble and dist.get_rank() == 0:
+            command = f"torchrun ... -m meshweave calibrate -o {profile}"
+            _NOTES.warning("%s: measure again with torchrun's arguments of this job: %s", trouble, command)
+        return ChosenCosts(costs, f"profile {costs.name}, as asked" + (f" ({trouble})" if trouble else ""))
     if profile == ALPHA_BETA:
         return ChosenCosts(AlphaBeta(), "alpha-beta, as asked")
     if profile is not None and not isinstance(profile, str):
@@ -113,11 +129,9 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool
             text, trouble = _gathered(_cached_profile(entry, built_in, num_ranks) if is_first else ("", ""))[0]
         if text:
             profile, what = _parse(text, built_in, num_ranks)
-            drifts = _drifts(profile, world, built_in is None)
-            wrong = [name for name, drift in drifts.items() if not _LEAST_DRIFTS[name] <= drift <= _MOST_DRIFT]
-            if not wrong:
+            trouble = _trouble(profile, world, built_in is None, entry.path)
+            if not trouble:
                 return ChosenCosts(profile, f"{what}, cached in {entry.path}")
-            trouble = f"a {wrong[0]} takes {drifts[wrong[0]]:.2g} times as long as {entry.path} says"
         return _measured(world, entry, built_in, trouble, progress)
 
 
@@ -201,6 +215,14 @@ def _measured(
         kept = _gathered(entry.write(text.encode()) if dist.get_rank() == 0 else "")[0] or f"cached in {entry.path}"
     what = what if built_in is not None else "measured on this machine"
     return ChosenCosts(profile, f"{what} in {time.perf_counter() - began:.0f} s{why}, {kept}")
+
+
+def _trouble(profile: MachineProfile, world: ClusterWorld, has_compute: bool, path: Path | str) -> str:
+    """What takes far longer or shorter now than the profile of a file says; empty if nothing does."""
+    for name, drift in _drifts(profile, world, has_compute).items():
+        if not _LEAST_DRIFTS[name] <= drift <= _MOST_DRIFT:
+            return f"a {name} takes {drift:.2g} times as long as {path} says"
+    return ""
 
 
 def _drifts(profile: MachineProfile, world: ClusterWorld, has_compute: bool) -> dict[str, float]:
