@@ -365,7 +365,7 @@ def test_a_rank_that_is_late_is_named_with_the_communication_and_its_line(
     first, last = start(f"{__name__}:job_beside_a_late_rank", 2, mesh, case).finish(60)
     op = "all_reduce of 4 bytes" if mesh == "dp=2" else "all_gather_into_tensor of 64 bytes"
     line = "tests/training.py" if mesh == "dp=2" else "tests/runtime/test_calls.py"
-    where = f"{op} over {mesh[:-2]} of ranks 0,1 for {line}"
+    where = f"{op} over {mesh[:-2]} of ranks 0, 1 for {line}"
     if case == "raise":
         assert f"rank 1 failed\n  where: seen by rank 0 at {where}" in first["text"]
         assert "ValueError: the disk is on fire" in first["text"]

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 # A live peer that is silent for so long counts as stuck. Dead peers are detected sooner (see watch.py). torch's own
 # default for Gloo is 30 minutes.
 TIMEOUT = timedelta(minutes=5)
-_WAITED = -1  # in place of bytes
 _OVERDUE = 0.9  # of TIMEOUT: NCCL's own watchdog ends the process after all of it, without a cause
 _RELEASED = 2.0  # seconds in which threads end once their connections are broken
 # Up to this size a single round that gathers every operand beats two rounds (exchange, then gather): on Gloo, 4
@@ -81,8 +80,8 @@ class ClusterCommunicator:
     stream: torch.cuda.Stream | None = None  # of the GPU that computes
     num_started: int = 0
     num_waited: int = 0
-    # Starts of the program in this call, in order, with the bytes of their operands; again where they are waited for.
-    log: list[tuple[fx.Node, int]] = field(default_factory=list)
+    # Starts of the program in this call, in order, with the bytes of their operands; with None where it waits for them.
+    log: list[tuple[fx.Node, int | None]] = field(default_factory=list)
     open: set[Pending] = field(default_factory=set)
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _process_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
@@ -269,7 +268,7 @@ class ClusterCommunicator:
         """The finished value of a start, which `node` of a rank graph has begun. Raises StepError, within seconds, when
         a peer has failed."""
         if node is not None:
-            self.log.append((node, _WAITED))
+            self.log.append((node, None))
         return self._finish(started) if isinstance(started, Pending) else started
 
     def drain(self) -> None:
@@ -284,18 +283,19 @@ class ClusterCommunicator:
         if not self.log:
             return ""
         last, _ = self.log[-1]
-        return self._described(last, max(size for start, size in self.log if start is last))
+        sizes = (size for start, size in reversed(self.log) if start is last and size is not None)
+        return self._described(last, next(sizes))
 
     def num_begun(self) -> Counter[str]:
         """How many communications this rank has begun in this call, by channel."""
-        return Counter(self._channel(start) for start, size in list(self.log) if size != _WAITED)
+        return Counter(self._channel(start) for start, size in list(self.log) if size is not None)
 
     def missed(self, late: Mapping[str, tuple[int, Sequence[int]]]) -> str:
         """The first communication that this rank has begun and others have not. `late`: by channel, how many all of its
         ranks have begun, and which ranks have begun no more."""
         seen = Counter[str]()
         for start, size in self.log if late else ():
-            if size == _WAITED:
+            if size is None:
                 continue
             channel = self._channel(start)
             if channel in late and seen[channel] == late[channel][0]:
@@ -305,18 +305,19 @@ class ClusterCommunicator:
 
     def _channel(self, start: fx.Node) -> str:
         """A name that the ranks of a group, or of both ends of a transfer, have in common, which ends with them."""
+        return f"{start.args[-1]} of ranks {','.join(map(str, self._ranks(start)))}"
+
+    def _ranks(self, start: fx.Node) -> list[int]:
         assert self._graph is not None
         name = str(start.args[-1])
-        if start.target is transfer:
-            entry = self._graph.transfers[name]
-            ranks = {*entry.source.mesh.devices, *entry.target.mesh.devices}
-        else:
-            ranks = {*self._graph.group_members(name, self.rank)}
-        return f"{name} of ranks {','.join(map(str, sorted(ranks)))}"
+        if start.target is not transfer:
+            return sorted(self._graph.group_members(name, self.rank))
+        entry = self._graph.transfers[name]
+        return sorted({*entry.source.mesh.devices, *entry.target.mesh.devices})
 
     def _described(self, start: fx.Node, size: int) -> str:
-        op = op_name(start.target).rpartition(".")[2]
-        return f"{op} of {size:,} bytes over {self._channel(start)} for {origin_of(start)}"
+        op, ranks = op_name(start.target).rpartition(".")[2], names_of_ranks(self._ranks(start))
+        return f"{op} of {size:,} bytes over {start.args[-1]} of {ranks} for {origin_of(start)}"
 
     def is_overdue(self, seconds: float) -> bool:
         """Whether a GPU still waits though the program has begun nothing for so long. (Waits for Gloo end by
