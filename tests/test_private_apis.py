@@ -14,6 +14,7 @@ PACKAGE = Path(meshweave.errors.__file__).parent
 NOT_TORCHS = {
     "_replace": "of a named tuple, whose public method it is",
     "_getframe": "of sys, documented: frames of the user's code",
+    "_current_frames": "of sys, documented: frames of other threads",
     "_inst": "of random: the generator behind its functions, which has no other name",
     "_rand": "of numpy.random: the same",
     "_bit_generator": "of numpy.random.RandomState before numpy 1.24: the same",
