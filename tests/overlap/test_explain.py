@@ -217,6 +217,11 @@ def test_the_best_order_that_merges_them_is_compared(seconds: float, busy: float
     slower = replace(merged, name="slower", seconds=(seconds + 1e-3,))
     unfit = replace(merged, name="too large", seconds=(1e-3,), peak=10**9)
     judged.search.cap = 10**6
-    judged.search.judged = [unfit, slower, replace(merged, seconds=(seconds,), busy=busy), chosen]
+    judged.search.judged = [
+        unfit,
+        slower,
+        replace(merged, seconds=(seconds,), merged=replace(merged.merged, busy=busy)),
+        chosen,
+    ]
     (row,) = merge_rows(judged.search, chosen)
     assert (row.is_taken, row.reason) == (False, reason)

@@ -80,11 +80,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A problem whose item i is `items[i]`; `buckets` contain starts of the graph."""
+    """A problem whose item i is `items[i]`; `buckets` contain starts of the graph; `busy` is the work of links and of
+    the copies of merging, in seconds."""
 
     problem: Problem
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
+    busy: float
 
 
 @dataclass(slots=True)
@@ -127,7 +129,8 @@ class MergedWriter:
         for c in sorted(self.packed):
             self.unpack(c)
         self.problem.order = self.order()
-        return Merged(self.problem, tuple(self.items), self.buckets)
+        copies = [s for s, x in zip(self.problem.seconds, self.items, strict=True) if x.kind in ("pack", "unpack")]
+        return Merged(self.problem, tuple(self.items), self.buckets, sum(self.problem.copy) + sum(copies))
 
     def stuck(self) -> int:
         """The last waiting bucket."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
-from meshweave.ir.liveness import LiveRange
+import numpy as np
+from numpy.typing import NDArray
 
 Order = Sequence[int]  # item i, or ~i: the wait for the communication that item i starts
+Integers = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -44,6 +47,7 @@ class Problem:
     _users: list[list[int]] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
     _lasting: list[int] = field(default_factory=list)
+    _accesses: _Accesses | None = None
 
     @property
     def num_items(self) -> int:
@@ -95,29 +99,29 @@ class Problem:
             ]
         return self._lasting
 
-    def live_ranges(self, order: Order) -> Iterator[LiveRange]:
-        """When each storage lives, as entries of `order`: a kernel's results beside its operands, a communication's
-        operands and results from its start until its wait. Moment len(order) is the end, the next moment means
-        never."""
-        never = len(order) + 1
-        begin = [0 if is_before else never for is_before in self.before]
-        end = [never] * len(begin)
-        allocs, uses, channel = self.allocs, self.uses, self.channel
-        for at, x in enumerate(order):
-            if x < 0:
-                for s in allocs[~x]:
-                    end[s] = at + 1
-                for s in uses[~x]:
-                    end[s] = at + 1
-                continue
-            for s in allocs[x]:
-                begin[s], end[s] = at, at + 1
-            if channel[x] < 0:
-                for s in uses[x]:
-                    end[s] = at + 1
-        for s in self.lasting():
-            end[s] = never
-        return zip(begin, end, self.sizes, strict=True)
+    def live_ranges(self, order: Order) -> tuple[Integers, Integers]:
+        """By storage the entries of `order` at which it is allocated and after which it is freed: a kernel's results
+        live beside its operands, a communication's operands and results from its start until its wait. Entry len(order)
+        is the end, the next entry means never."""
+        if self._accesses is None:
+            self._accesses = _accesses_of(self)
+        accesses, never = self._accesses, len(order) + 1
+        place = np.full(2 * self.num_items + 1, never)  # by entry, waits from the end on; the middle is no entry
+        place[np.asarray(order, dtype=np.int64)] = np.arange(len(order))
+        begin = np.where(self.before, 0, place[accesses.owner])
+        end = np.where(begin < len(order), np.where(self.before, 0, begin + 1), never)
+        np.maximum.at(end, accesses.storages, np.minimum(place[accesses.entries] + 1, never))
+        end[self.lasting()] = never
+        end[end == 0] = never
+        return begin, end
+
+    def live_bytes(self, order: Order) -> Integers:
+        """The live bytes at each entry of `order`, and at its end."""
+        changes, sizes = np.zeros(len(order) + 2, np.int64), np.asarray(self.sizes, dtype=np.int64)
+        begin, end = self.live_ranges(order)
+        np.add.at(changes, begin, sizes)
+        np.subtract.at(changes, end, sizes)
+        return np.cumsum(changes[:-1])
 
     def slower(self, factor: float) -> Problem:
         """The same problem with communications that take `factor` times as long."""
@@ -144,3 +148,28 @@ class Problem:
         missing = [n for n, d in zip(self.names, done, strict=True) if not d]
         missing += [self.names[c] for c in self.starts if self.is_waited[c] and not waited[c]]
         return f"{missing[0]} is missing" if missing else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Accesses:
+    """Pairs of an entry of an order and a storage that is in use until then; by storage its `owner`, the item that
+    allocates it (the number of items: none)."""
+
+    entries: Integers
+    storages: Integers
+    owner: Integers
+
+
+def _accesses_of(problem: Problem) -> _Accesses:
+    items = np.arange(problem.num_items)
+    ends = np.where(np.array(problem.channel, dtype=np.int64) < 0, items, ~items)
+    makers, made = _pairs(items, problem.allocs)
+    readers, read = _pairs(ends, problem.uses)
+    owner = np.full(len(problem.sizes), problem.num_items)
+    owner[made] = makers
+    return _Accesses(np.concatenate((readers, ends[makers])), np.concatenate((read, made)), owner)
+
+
+def _pairs(entries: Integers, storages: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+    counts = np.fromiter(map(len, storages), np.int64, len(storages))
+    return np.repeat(entries, counts), np.fromiter(chain.from_iterable(storages), np.int64)

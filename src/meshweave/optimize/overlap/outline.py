@@ -5,14 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 from typing import Literal
 
-from meshweave.ir.liveness import live_bytes
+import numpy as np
+
 from meshweave.optimize.overlap.model import Order, Problem
 
 Fold = Literal["feeders", "inputs", "nothing"]  # which kernels are folded into their users
 FOLDS: tuple[Fold, ...] = ("feeders", "inputs", "nothing")
+_BY_ITEM = (
+    "names",
+    "seconds",
+    "deps",
+    "waits",
+    "channel",
+    "copy",
+    "host",
+    "startup",
+    "usage",
+    "allocs",
+    "uses",
+    "is_waited",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +78,27 @@ def fold(problem: Problem, which: Fold = "inputs") -> Folded:
             into[i] = users[i][0]
             inside.setdefault(users[i][0], []).extend((*inside.get(i, ()), i))
     kept = [i for i in range(problem.num_items) if i not in into]
-    number = {i: n for n, i in enumerate(kept)}
-    members = tuple((*sorted(inside[i]), i) if i in inside else (i,) for i in kept)
+    number = [-1] * problem.num_items
+    for n, i in enumerate(kept):
+        number[i] = n
+    members = tuple([(*sorted(inside[i]), i) if i in inside else (i,) for i in kept])
     folded = Problem(sizes=problem.sizes, kept=problem.kept, before=problem.before, channels=problem.channels)
-    for name in ("names", "channel", "copy", "host", "startup", "usage", "is_waited"):
+    for name in _BY_ITEM:
         values = getattr(problem, name)
         setattr(folded, name, [values[i] for i in kept])
-    folded.waits = [tuple([number[c] for c in problem.waits[i]]) if problem.waits[i] else () for i in kept]
+    folded.waits = [tuple([number[c] for c in waits]) if waits else () for waits in folded.waits]
+    folded.extra = [0] * len(kept)
     counts = problem.counts()
-    for i, group in zip(kept, members, strict=True):
+    for n, group in enumerate(members):
         if len(group) == 1:
-            folded.seconds.append(seconds[i])
-            folded.deps.append(tuple([number[d] for d in deps[i]]))
-            folded.allocs.append(problem.allocs[i])
-            folded.uses.append(problem.uses[i])
-            folded.extra.append(0)
+            folded.deps[n] = tuple([number[d] for d in folded.deps[n]])
             continue
-        folded.seconds.append(sum([seconds[m] for m in group]))
-        folded.deps.append(tuple(sorted({number[d] for m in group for d in deps[m] if d not in group})))
-        hidden, extra = _inside(problem, group, counts)
-        folded.allocs.append(tuple(s for m in group for s in problem.allocs[m] if s not in hidden))
-        folded.uses.append(tuple(dict.fromkeys(s for m in group for s in problem.uses[m] if s not in hidden)))
-        folded.extra.append(extra)
-    folded.order = [number[x] if x >= 0 else ~number[~x] for x in problem.order if x < 0 or x in number]
+        folded.seconds[n] = sum([seconds[m] for m in group])
+        folded.deps[n] = tuple(sorted({number[d] for m in group for d in deps[m] if d not in group}))
+        hidden, folded.extra[n] = _inside(problem, group, counts)
+        folded.allocs[n] = tuple([s for m in group for s in problem.allocs[m] if s not in hidden])
+        folded.uses[n] = tuple(dict.fromkeys([s for m in group for s in problem.uses[m] if s not in hidden]))
+    folded.order = [number[x] if x >= 0 else ~number[~x] for x in problem.order if x < 0 or number[x] >= 0]
     return Folded(folded, members)
 
 
@@ -116,7 +130,11 @@ class Outline:
     uses_at: list[int] = field(init=False)  # by start: the item of its first use; the number of items if there is none
     grows: list[bool] = field(init=False)
     holds: list[tuple[int, ...]] = field(init=False)
+    missing: list[int] = field(init=False)  # how many items and communications an item needs
+    first: list[int] = field(init=False)  # items that need nothing
+    longest: list[float] = field(init=False)  # by channel: seconds of its longest communication
     growth: list[int] = field(init=False)  # bytes that an item allocates
+    unused: list[int] = field(init=False)  # and those that nothing uses
     peak: list[int] = field(init=False)  # and those that live at most while it runs
     levels: list[list[int]] = field(init=False)
     before: list[int] = field(init=False)  # live bytes before an item in the graph's order
@@ -127,16 +145,18 @@ class Outline:
         problem, n = self.problem, self.problem.num_items
         self.users = problem.users()
         sizes = problem.sizes
-        self.growth = [sum([sizes[s] for s in position]) for position in problem.allocs]
+        counts = problem.counts()
+        self.growth = [sum([sizes[s] for s in storages]) for storages in problem.allocs]
+        self.unused = [sum([sizes[s] for s in storages if not counts[s]]) for storages in problem.allocs]
+        self.missing = [len(deps) + len(waits) for deps, waits in zip(problem.deps, problem.waits, strict=True)]
+        self.first = [i for i, count in enumerate(self.missing) if not count]
+        self.longest = [0.0] * len(problem.channels)
         self.peak = [a + b for a, b in zip(self.growth, problem.extra, strict=True)] if problem.extra else self.growth
-        before, total = [0.0] * (n + 1), 0.0
-        for i in range(n):
-            before[i] = total
-            total += problem.seconds[i]
-        before[n] = total
+        before = list(accumulate(problem.seconds, initial=0.0))
         self.needs, self.uses_at = [inf] * n, [n] * n
         self.grows, self.holds = [False] * n, [()] * n
         for c in reversed(problem.starts):
+            self.longest[problem.channel[c]] = max(self.longest[problem.channel[c]], problem.copy[c])
             self.holds[c] = problem.holds(c)
             users = [u for u in self.users[c] if c in problem.waits[u]]
             self.uses_at[c] = min((self.uses_at[u] if problem.channel[u] >= 0 else u for u in users), default=n)
@@ -198,7 +218,7 @@ class Outline:
     def _levels(self) -> tuple[list[int], list[int]]:
         """Live bytes before each item of the graph's order, and at it, including its results."""
         order = self.problem.order
-        levels = live_bytes(self.problem.live_ranges(order), len(order) + 1)
+        levels = self.problem.live_bytes(order).tolist()
         before, at = [0] * self.problem.num_items, [0] * self.problem.num_items
         for level, x in zip(levels, order, strict=False):
             if x >= 0:
@@ -209,9 +229,10 @@ class Outline:
 
 def _ranges(levels: list[int]) -> list[list[int]]:
     """Rows of maxima over 1, 2, 4, ... entries."""
-    rows, width = [levels or [0]], 1
+    row, width = np.array(levels or [0]), 1
+    rows = [row.tolist()]
     while 2 * width <= len(levels):
-        last = rows[-1]
-        rows.append([a if a > b else b for a, b in zip(last, last[width:], strict=False)])
+        row = np.maximum(row[:-width], row[width:])
+        rows.append(row.tolist())
         width *= 2
     return rows

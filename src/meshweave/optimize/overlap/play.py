@@ -10,7 +10,6 @@ from functools import lru_cache
 
 from meshweave.cost.simulate import clock
 from meshweave.cost.simulate.clock import Slowdown
-from meshweave.ir.liveness import live_bytes
 from meshweave.optimize.overlap.model import Order, Problem
 
 
@@ -90,15 +89,14 @@ def _stalls(
 
 def peak_of(problem: Problem, order: Order) -> int:
     """The most live bytes in `order`, including storages that live before it."""
-    return max(live_bytes(problem.live_ranges(order), len(order) + 1))
+    return int(problem.live_bytes(order).max())
 
 
 def live_at_peak(problem: Problem, order: Order) -> tuple[int, tuple[int, ...]]:
     """The entry of `order` at its peak, and the storages alive then, the largest first."""
-    ranges = list(problem.live_ranges(order))
-    levels = live_bytes(ranges, len(order) + 1)
-    at = levels.index(max(levels))
-    live = (s for s, (begin, end, _) in enumerate(ranges) if begin <= at < end)
+    at = int(problem.live_bytes(order).argmax())
+    begin, end = problem.live_ranges(order)
+    live = ((begin <= at) & (at < end)).nonzero()[0].tolist()
     return at, tuple(sorted(live, key=lambda s: (-problem.sizes[s], s)))
 
 

@@ -75,6 +75,7 @@ class _Scheduler:
     margin: list[float] = field(init=False)
     coming_at: int = -1  # the item from which `most_coming` counts
     most_coming: int = 0
+    spare: float = inf  # seconds that the stream may be idle
     need: float = 0.0  # the most bytes that were requested and available
     lack: float = inf  # the least bytes that were requested and not available
 
@@ -84,42 +85,51 @@ class _Scheduler:
         self.path = self.outline.path(factor)
         self.rank, self.ranked = self.outline.ranking(factor, feeds=self.policy.feeds)
         self.copy = [c * factor for c in problem.copy] if factor != 1 else problem.copy
-        self.missing = [len(d) + len(w) for d, w in zip(problem.deps, problem.waits, strict=True)]
+        self.missing = self.outline.missing.copy()
         self.end, self.is_done, self.is_settled = [0.0] * n, [False] * n, [False] * n
         self.counts, self.live = problem.counts(), problem.base_bytes
         self.free = [0.0 for _ in channels]
         self.gathers, self.other_starts = [[] for _ in channels], [[] for _ in channels]
-        self.margin = [0.0 for _ in channels]
-        for c in problem.starts:
-            self.margin[problem.channel[c]] = max(self.margin[problem.channel[c]], self.copy[c])
+        self.margin = [longest * factor for longest in self.outline.longest]
         self.limit = self.policy.window
-        for i in range(n):
-            if not self.missing[i]:
-                self.enter(i)
+        for i in self.outline.first:
+            self.enter(i)
 
     def run(self) -> list[int]:
-        problem = self.outline.problem
-        total = problem.num_items
+        seconds, total, ready, ranked = self.outline.problem.seconds, len(self.is_done), self.ready, self.ranked
+        pending, chained, is_capped, fits_gaps = self.pending, self.chained, self.cap < inf, self.policy.fit
         while self.num_run < total:
-            kernel, at = self.pick()
+            if ready and not chained and not (pending and (fits_gaps or pending[0][0] <= self.now)):
+                kernel, at = ranked[ready[0]], self.now  # what `pick` would return
+            else:
+                kernel, at = self.pick()
             if kernel < 0:
                 if at < inf and not self.feed(at):
                     self.now = max(self.now, at)
                 elif at == inf and not self.feed(inf, forced=True):
                     self.widen()
                 continue
-            if self.num_queued and self.feed(max(at, self.now) + problem.seconds[kernel]):
+            if self.num_queued and self.feed(max(at, self.now) + seconds[kernel]):
                 continue  # a start may have made items ready
-            if self.cap < inf and not self.fits(kernel):
+            if is_capped and not self.fits(kernel):
                 kernel, at = self.make_room(kernel, at)
             if kernel >= 0:
                 self.take(kernel)
-                self.now = max(self.now, at)
+                if at > self.now:
+                    self.now = at
                 self.execute(kernel)
+                if self.now - self.progress > self.spare:
+                    return self.give_up()
         for _, c in sorted(self.flying):
             if not self.is_settled[c]:
                 self.settle(c)
         return self.order
+
+    def give_up(self) -> list[int]:
+        """What has not run follows in the graph's order."""
+        self.need, self.lack = inf, 0.0
+        rest = (x for x in self.outline.problem.order if not (self.is_done[x] if x >= 0 else self.is_settled[~x]))
+        return [*self.order, *rest]
 
     def enter(self, i: int) -> None:
         """Queue an item whose operands are computed, or on their way."""
@@ -203,7 +213,7 @@ class _Scheduler:
             heapify(ready)
 
     def execute(self, kernel: int) -> None:
-        problem = self.outline.problem
+        problem, counts = self.outline.problem, self.counts
         for c in problem.waits[kernel]:
             if not self.is_settled[c]:
                 self.settle(c)
@@ -211,25 +221,26 @@ class _Scheduler:
         seconds = problem.seconds[kernel]
         self.now += seconds
         self.progress += seconds
-        counts, sizes = self.counts, problem.sizes
-        self.live += self.outline.growth[kernel]
-        for s in problem.allocs[kernel]:
-            if not counts[s]:
-                self.live -= sizes[s]
+        live = self.live + self.outline.growth[kernel] - self.outline.unused[kernel]
         for s in problem.uses[kernel]:
             counts[s] -= 1
             if not counts[s]:
-                self.live -= sizes[s]
+                live -= problem.sizes[s]
+        self.live = live
         self.done(kernel)
 
     def done(self, i: int) -> None:
-        done, missing = self.is_done, self.missing
+        done, missing, waits, limit = self.is_done, self.missing, self.outline.problem.waits, self.limit
         done[i] = True
         self.num_run += 1
         for u in self.outline.users[i]:
             missing[u] -= 1
-            if not missing[u]:
+            if missing[u]:
+                continue
+            if waits[u] or u > limit or self.outline.problem.channel[u] >= 0:
                 self.enter(u)
+            else:  # at once, as most items do
+                heappush(self.ready, self.rank[u])
         if i == self.base:
             base, n = i, len(done)
             while base < n and done[base]:
@@ -256,8 +267,8 @@ class _Scheduler:
         least one, because nothing else can proceed.
         """
         is_fed = False
-        for channel in range(len(self.free)):
-            while self.free[channel] < until or forced:
+        for channel, (gathers, other_starts) in enumerate(zip(self.gathers, self.other_starts, strict=True)):
+            while (gathers or other_starts) and (self.free[channel] < until or forced):
                 start = self.next_start(channel, forced and not is_fed)
                 if start < 0:
                     break
@@ -332,15 +343,14 @@ class _Scheduler:
             return False
         if kernel == self.base:
             return True
-        counts, sizes = self.counts, self.outline.problem.sizes
-        coming = self.coming()
+        coming = self.most_coming if self.coming_at == self.base else self.coming()
+        net = self.outline.growth[kernel]
         if coming > self.cap:
             self.lack = min(self.lack, coming)
             return True
-        net = self.outline.growth[kernel]
-        for s in self.outline.problem.uses[kernel]:
-            if counts[s] == 1:
-                net -= sizes[s]
+        for s in self.outline.problem.uses[kernel] if net > 0 else ():
+            if self.counts[s] == 1:
+                net -= self.outline.problem.sizes[s]
         return net <= 0 or self.has(max(coming, self.above() + net + coming))
 
     def above(self) -> int:
@@ -388,8 +398,12 @@ class _Scheduler:
         return kernel, at
 
 
-def schedule(outline: Outline, policy: Policy, cap: float = inf) -> tuple[list[int], float, float]:
+def schedule(outline: Outline, policy: Policy, cap: float = inf, limit: float = inf) -> tuple[list[int], float, float]:
     """An order of a problem with its waits, and the range of memory (from, below) in which any cap gives this order. It
-    stays under `cap` bytes if the scheduler succeeds; the caller checks."""
+    stays under `cap` bytes if the scheduler succeeds; the caller checks. An order that takes longer than `limit`
+    seconds is given up, and its range is empty."""
     scheduler = _Scheduler(outline, policy, cap)
-    return scheduler.run(), scheduler.need if cap < inf else inf, scheduler.lack
+    if policy.factor == 1:
+        scheduler.spare = limit - sum(outline.problem.seconds)
+    order = scheduler.run()
+    return order, scheduler.need if cap < inf else inf, scheduler.lack

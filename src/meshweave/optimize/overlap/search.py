@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from math import inf
 
 from meshweave.cost.simulate.clock import Slowdown
 from meshweave.optimize.overlap.improve import fill_stall
 from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
-from meshweave.optimize.overlap.model import Order, Problem
+from meshweave.optimize.overlap.model import Order
 from meshweave.optimize.overlap.outline import FOLDS, Fold, Folded, Outline, fold
 from meshweave.optimize.overlap.play import NOMINAL, SCENARIOS, SLOW, peak_of, play, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
@@ -45,8 +45,9 @@ _CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # where lin
 _SIZES = ((32e6, 32e6), (128e6, 128e6), (512e6, 512e6), (inf, inf))
 _SIZES_LARGE = ((32e6, 64e6), (64e6, 128e6), (128e6, 128e6), (256e6, 256e6))
 _FAR = 0.03  # in a large graph still larger buckets are not tried where these are slower by more
-_HOPELESS = 0.1  # methods that are slower by more without buckets are not tried with the best buckets
+_HOPELESS = 0.1  # orders that are slower by more are given up; methods, too, if they are so without buckets
 _CLOSE = 5e-3  # buckets that are slower than none by less are scheduled by all methods
+_HARDLY = 0.01  # sizes that are slower by less are tried again by another method
 _BUSY = 0.9  # the work of links, as a share of that of compute, from which more sizes are tried
 _NEAR = 1.5e-3  # what robustness may cost of the nominal time
 _RAMP = 3  # then the first gather is an eighth of a bucket, otherwise the last reduction
@@ -68,15 +69,17 @@ _ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and
 
 @dataclass(frozen=True, slots=True)
 class OrderCandidate:
-    """An order of a merged problem. `seconds` by scenario, the nominal costs first; `busy` is the work of links and
-    copies, in seconds."""
+    """An order of a merged problem. `seconds` by scenario, the nominal costs first."""
 
     name: str
     merged: Merged
     order: tuple[int, ...]
     seconds: tuple[float, ...]
     peak: int
-    busy: float
+
+    @property
+    def busy(self) -> float:
+        return self.merged.busy
 
 
 @dataclass(slots=True)
@@ -108,6 +111,7 @@ class OrderSearch:
     spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of methods, see `span`
     tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
     bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
+    sample: tuple[Bucket, ...] = ()  # the buckets by which methods are compared
     improved: set[int] = field(default_factory=set)  # candidates from which moves were tried
 
     def __post_init__(self) -> None:
@@ -159,7 +163,7 @@ class OrderSearch:
         if buckets and not self.is_small:
             self.schedule_all(buckets)
             if self.is_busy and self.tried:
-                self.resize()  # by a method that is fastest only with buckets
+                self.resize()  # by a method that is fastest only with these buckets
         for policy in _CAREFUL:
             self.schedule(str(policy), self.shape(buckets), policy)
         self.improve()
@@ -168,7 +172,8 @@ class OrderSearch:
         """Fill the longest stalls of the fastest order under the present limit, while that helps."""
         left = _MOVES // max(1, self.merger.reading.problem.num_items)
         best = min((c for c in self.judged if c.peak <= self.room), key=lambda c: c.seconds[0], default=None)
-        while best is not None and id(best) not in self.improved:
+        slowest = (1 + _HOPELESS) * min((c.seconds[0] for c in self.feasible), default=inf)
+        while best is not None and best.seconds[0] <= slowest and id(best) not in self.improved:
             self.improved.add(id(best))
             least, name = best.seconds[0] * (1 - _GAIN), best.name.removesuffix(_MOVED) + _MOVED
             problem, better = best.merged.problem, None
@@ -190,22 +195,21 @@ class OrderSearch:
             yield from fill_stall(problem, candidate.order, start, stalls[start])
 
     def schedule_all(self, buckets: tuple[Bucket, ...]) -> list[OrderCandidate]:
-        """Orders of a set of buckets by every method that has not been tried with it."""
+        """Orders of a set of buckets by every method that has not been tried with it; not by methods that are much
+        slower than others with the sample of buckets."""
         done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == buckets}
-        done |= self.hopeless() if buckets else set()
+        known = {(policy, shape.fold): c.seconds[0] for c, shape, policy in self.sampled()}
+        slowest = (1 + (_FAR if self.sample else _HOPELESS)) * min(known.values(), default=inf)
         where = f", {len(buckets)} buckets" if buckets else ""
         return [
-            self.schedule(name + where, self.shape(buckets, which), policy)
-            for name, (policy, which) in self.methods().items()
-            if (policy, which) not in done or not buckets
+            self.schedule(name + where, self.shape(buckets, method[1]), method[0])
+            for name, method in self.methods().items()
+            if not buckets or (method not in done and known.get(method, inf) <= slowest)
         ]
 
-    def hopeless(self) -> set[Method]:
-        """Methods that are much slower than others without buckets."""
-        single = [(c.seconds[0], (policy, shape.fold)) for c, shape, policy in self.attempts if not c.merged.buckets]
-        fastest = min((seconds for seconds, _ in single), default=inf)
-        able = {method for seconds, method in single if seconds <= (1 + _HOPELESS) * fastest}
-        return {method for _, method in single} - able
+    def sampled(self) -> list[tuple[OrderCandidate, _Shape, Policy]]:
+        """The attempts with the sample of buckets."""
+        return [attempt for attempt in self.attempts if attempt[0].merged.buckets == self.sample]
 
     def retry(self, room: float, methods: Sequence[tuple[str, _Shape, Policy]]) -> bool:
         """Search orders by some methods under another limit, if memory was the constraint; returns whether any fits."""
@@ -272,7 +276,9 @@ class OrderSearch:
         return self.shapes[buckets, which]
 
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> OrderCandidate:
-        order, *span = schedule(shape.outline, policy, self.room)
+        room = max(self.room, self.cap) if self.room < inf else inf
+        fastest = min((c.seconds[0] for c in self.judged if c.peak <= room), default=inf)
+        order, *span = schedule(shape.outline, policy, self.room, (1 + _HOPELESS) * fastest)
         self.spans.setdefault((policy, id(shape)), []).append((span[0], span[1]))
         candidate = self.judge(name, shape.merged, shape.folded.unfold(order))
         self.attempts.append((candidate, shape, policy))
@@ -281,7 +287,7 @@ class OrderSearch:
     def judge(self, name: str, merged: Merged, order: Order) -> OrderCandidate:
         problem = merged.problem
         seconds = seconds_of(problem, order, self.slowdown)
-        candidate = OrderCandidate(name, merged, tuple(order), (seconds,), peak_of(problem, order), busy(problem))
+        candidate = OrderCandidate(name, merged, tuple(order), (seconds,), peak_of(problem, order))
         self.judged.append(candidate)
         return candidate
 
@@ -290,6 +296,10 @@ class OrderSearch:
         sizes = _SIZES if self.is_small else _SIZES_LARGE if self.is_busy else _SIZES_LARGE[:1]
         for gathers, reductions in sizes:
             seconds = self.try_buckets(gathers, reductions)
+            if not (self.is_small or self.sample):
+                (buckets,) = self.bucketed
+                self.schedule_all(buckets)
+                self.sample, seconds = buckets, self.try_buckets(gathers, reductions)
             if seconds > (1 + _FAR) * min(self.tried.values()) and not self.is_small:
                 break
         if self.is_small:
@@ -332,12 +342,14 @@ class OrderSearch:
 
     def resize(self) -> None:
         """Other sizes, also for gathers than for reductions, by the method of the fastest order, while that helps."""
-        for pair in list(self.tried):
+        least = min(self.tried.values())
+        for pair in [pair for pair, seconds in self.tried.items() if seconds <= (1 + _HARDLY) * least]:
             self.try_buckets(*pair, self.fastest_method())
         (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
         while True:
             around = ((gathers / 1.5, reductions), (gathers, reductions / 1.5))
-            seconds, *sizes = min((self.try_buckets(g, r, self.fastest_method()), g, r) for g, r in around)
+            methods = list(dict.fromkeys((*self.fastest_method(), *self.leading())))
+            seconds, *sizes = min((self.try_buckets(g, r, methods), g, r) for g, r in around)
             if seconds >= best * (1 - _ENOUGH):
                 return
             best, (gathers, reductions) = seconds, sizes
@@ -356,15 +368,16 @@ class OrderSearch:
         ]
 
     def leading(self) -> list[Method]:
-        """The best methods without buckets, in a large graph of two kinds of items; ties go to the first."""
-        methods = self.methods()
-        fitting = [c for c in self.judged if c.name in methods and c.peak <= self.room]
-        ranked = sorted(fitting, key=lambda c: c.seconds[0])
-        distinct = {round(c.seconds[0], 9): methods[c.name] for c in reversed(ranked)}
-        best = list(dict.fromkeys(reversed(distinct.values()))) or [_METHODS[0]]
+        """The best methods with the sample of buckets, in a large graph of two kinds of items; ties go to the first."""
+        methods = self.methods().values()
+        fitting = [(c.seconds[0], (policy, shape.fold)) for c, shape, policy in self.sampled() if c.peak <= self.room]
+        ranked = sorted((pair for pair in fitting if pair[1] in methods), key=lambda pair: pair[0])
+        distinct = {round(seconds, 9): (method, seconds) for seconds, method in reversed(ranked)}
+        best = list(reversed(distinct.values())) or [(_METHODS[0], inf)]
         if self.is_small:
-            return best[:3]
-        return [best[0], *[method for method in best if method[1] != best[0][1]][:1]]
+            return [method for method, _ in best[:3]]
+        (first, least), *others = best
+        return [first, *[method for method, s in others if method[1] != first[1] and s <= (1 + _ENOUGH) * least][:1]]
 
     def climb(self) -> None:
         """Move to the best neighbour of the best candidate (buckets merged or split) within a fixed effort."""
@@ -398,12 +411,6 @@ class OrderSearch:
             for cut in range(1, len(bucket)):
                 parts = [part for part in (bucket[:cut], bucket[cut:]) if len(part) > 1]
                 yield _sort_buckets([*(x for x in buckets if x != bucket), *parts])
-
-
-def busy(problem: Problem) -> float:
-    """Seconds that all channels are busy, plus the copies of merging."""
-    copies = sum(s for s, n in zip(problem.seconds, problem.names, strict=True) if n.startswith(("pack ", "unpack ")))
-    return sum(problem.copy) + copies
 
 
 def _sort_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
@@ -468,7 +475,7 @@ def _judge(c: OrderCandidate, slowdown: Slowdown | None, slow: float | None) -> 
     """The candidate under every scenario; `slow`: its seconds under SLOW, if known."""
     problem, rest = c.merged.problem, [s for s in SCENARIOS if s is not NOMINAL]
     seconds = [slow if s is SLOW and slow is not None else s.seconds(problem, c.order, slowdown) for s in rest]
-    return OrderCandidate(c.name, c.merged, c.order, (c.seconds[0], *seconds), c.peak, c.busy)
+    return replace(c, seconds=(c.seconds[0], *seconds))
 
 
 def _regret(seconds: float, best: float) -> float:
