@@ -163,11 +163,11 @@ class _Accesses:
 def _accesses_of(problem: Problem) -> _Accesses:
     items = np.arange(problem.num_items)
     ends = np.where(np.array(problem.channel, dtype=np.int64) < 0, items, ~items)
-    makers, made = _pairs(items, problem.allocs)
-    readers, read = _pairs(ends, problem.uses)
+    makers, results = _pairs(items, problem.allocs)
+    readers, operands = _pairs(ends, problem.uses)
     owner = np.full(len(problem.sizes), problem.num_items)
-    owner[made] = makers
-    return _Accesses(np.concatenate((readers, ends[makers])), np.concatenate((read, made)), owner)
+    owner[results] = makers
+    return _Accesses(np.concatenate((readers, ends[makers])), np.concatenate((operands, results)), owner)
 
 
 def _pairs(entries: Integers, storages: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
