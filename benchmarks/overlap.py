@@ -158,7 +158,7 @@ def run_case(name: str, module: fx.GraphModule, costs: Costs, groups: Groups, wi
 
 def plain_pool(module: fx.GraphModule, costs: Costs, cap: int) -> tuple[tuple[str, float], ...]:
     """The plain list scheduler's orders that fit, by name with their seconds."""
-    return tuple((name, verdict.seconds) for name, verdict in pool(module.graph, costs) if verdict.peak_bytes <= cap)
+    return tuple((name, verdict.seconds) for name, verdict in pool(module, costs) if verdict.peak_bytes <= cap)
 
 
 def scenarios(costs: Costs) -> Iterator[Scenario]:

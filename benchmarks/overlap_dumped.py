@@ -51,9 +51,9 @@ TABLE = Path(__file__).parent / "results" / "overlap.md"
 ABOUT = """\
 `python benchmarks/overlap_dumped.py`: graphs of github.com/meta-pytorch/autoparallel (tools/overlap_simulator), with
 its tables of seconds of collectives. Inductor is at the fastest of three settings, the list scheduler (overlap_list.py)
-at its fastest window; of orders over the default cap (5% or 512 MiB above the graph as dumped), only where none is
-under it. Demands: ours at most 1.002 of Inductor, 1.003 of the list scheduler. CPU seconds are those of a single run,
-beside other load."""
+at the fastest of three windows with three sets of buckets; of orders over the default cap (5% or 512 MiB above the
+graph as dumped), only where none is under it. Demands: ours at most 1.002 of Inductor, 1.003 of the list scheduler. CPU
+seconds are those of a single run, beside other load."""
 MIB = 2**20
 ROWS = {  # of the tables
     "all_gather": "all_gather_into_tensor",
@@ -75,14 +75,14 @@ class Inputs:
     def tensor(self, device: Any, shape: Sequence[int], stride: Any = None, *, dtype: Any = None, **rest: Any) -> None:
         strides = stride or [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         with self.mode:
-            made = torch.empty_strided(shape, strides, dtype=dtype or torch.float32, device=device)
-        self.args.append(made)
+            tensor = torch.empty_strided(shape, strides, dtype=dtype or torch.float32, device=device)
+        self.args.append(tensor)
 
     def symint(self, value: int) -> None:
         self.args.append(value)
 
 
-def loaded(folder: Path, name: str) -> tuple[fx.GraphModule, Groups, ModuleType]:
+def load_graph(folder: Path, name: str) -> tuple[fx.GraphModule, Groups, ModuleType]:
     """The graph, the ranks of its groups, and the module that it comes from. Kernels in Triton are left out."""
     source = (folder / f"repro_{name}.py").read_text().replace("device(type='cuda', index=0)", "device(type='cpu')")
     lines, is_kernel = list[str](), False
@@ -92,10 +92,10 @@ def loaded(folder: Path, name: str) -> tuple[fx.GraphModule, Groups, ModuleType]
             lines.append(line)
     module = ModuleType(name)
     exec(compile("\n".join(lines), name, "exec"), module.__dict__)
-    groups = {group: tuple(range(one["size"])) for group, one in module.get_pg_config().items()}
-    register(groups)
+    groups = {group: tuple(range(row["size"])) for group, row in module.get_pg_config().items()}
+    register_groups(groups)
     # torch copies a result into other strides on the device itself, which is not there
-    sys.modules["torch._higher_order_ops.flex_attention"]._permute_strides = restrided  # type: ignore[attr-defined]
+    sys.modules["torch._higher_order_ops.flex_attention"]._permute_strides = restride  # type: ignore[attr-defined]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = Inputs(mode)
     module.load_args(inputs)
@@ -107,22 +107,22 @@ def loaded(folder: Path, name: str) -> tuple[fx.GraphModule, Groups, ModuleType]
     return graph_module, groups, module
 
 
-def register(groups: Groups) -> None:
+def register_groups(groups: Groups) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     world = max(map(len, groups.values()))
     dist.init_process_group(backend="fake", rank=0, world_size=world, store=FakeStore())
     whole = dist.distributed_c10d._get_default_group()
-    made = {name: whole if len(ranks) == world else dist.new_group(ranks) for name, ranks in groups.items()}
+    process_groups = {name: whole if len(ranks) == world else dist.new_group(ranks) for name, ranks in groups.items()}
     torch._C._distributed_c10d._unregister_all_process_groups()
-    for name, group in made.items():
+    for name, group in process_groups.items():
         torch._C._distributed_c10d._register_process_group(name, group)
 
 
-def restrided(out: Tensor, strides: Sequence[int]) -> Tensor:
+def restride(out: Tensor, strides: Sequence[int]) -> Tensor:
     dims = sorted(range(out.dim()), key=lambda d: strides[d])
-    made = dict(zip(dims, (math.prod(out.shape[d] for d in dims[:k]) for k in range(len(dims))), strict=True))
-    return out.new_empty_strided(out.shape, [made[d] for d in range(out.dim())])
+    new = dict(zip(dims, (math.prod(out.shape[d] for d in dims[:k]) for k in range(len(dims))), strict=True))
+    return out.new_empty_strided(out.shape, [new[d] for d in range(out.dim())])
 
 
 def table_of(folder: Path, module: ModuleType, groups: Groups) -> dict[tuple[str, str], list[tuple[float, float]]]:
@@ -150,8 +150,8 @@ def costs_of(folder: Path, module: ModuleType, groups: Groups) -> Callable[..., 
         kind = collective_of(node)
         if kind is not None:
             known = points.get((group_of(node), ROWS.get(kind, "")))
-            held = tensor_bytes([value_of(arg) for arg in tree_leaves(node.args[0])])
-            return between(known, held if num_bytes is None else num_bytes) if known else plain(node, num_bytes)
+            size = tensor_bytes([value_of(arg) for arg in tree_leaves(node.args[0])])
+            return between(known, size if num_bytes is None else num_bytes) if known else plain(node, num_bytes)
         flops = extra_flops(node)
         moved = tensor_bytes([node.meta.get("val"), [value_of(n) for n in node.all_input_nodes]]) if flops else 0
         return max(flops / FLOPS, moved / HBM) if flops else plain(node)
@@ -217,14 +217,14 @@ def show(verdict: Verdict) -> str:
 
 
 def run(folder: Path, name: str) -> Row:
-    module, groups, source = loaded(folder, name)
+    module, groups, source = load_graph(folder, name)
     costs: Any = costs_of(folder, source, groups)
     original = original_of(module, costs)
     ours, bound = run_ours(module, costs, groups, None, 1)
     peak = original.verdict.peak_bytes
     cap = max(int(peak * (1 + OWN_INCREASE[0])), peak + OWN_INCREASE[1])
-    plain = fastest(list(pool(module.graph, costs)), cap)
-    inductor = fastest([(one.name, one.verdict) for one in tried(module, costs)], cap)
+    plain = fastest(list(pool(module, costs)), cap)
+    inductor = fastest([(result.name, result.verdict) for result in run_settings(module, costs)], cap)
     return Row(name, len(module.graph.nodes), bound, original.verdict, inductor, plain, ours)
 
 
@@ -234,7 +234,7 @@ def fastest(rows: Sequence[tuple[str, Verdict]], cap: int) -> tuple[str, Verdict
     return min(fitting or rows, key=lambda row: row[1].seconds)
 
 
-def tried(module: fx.GraphModule, costs: Any) -> Iterator[Result]:
+def run_settings(module: fx.GraphModule, costs: Any) -> Iterator[Result]:
     """Inductor's settings, but for those in which its pass fails on the graph."""
     for setting in FEW:
         try:

@@ -334,6 +334,15 @@ def peak_bytes(graph: fx.Graph) -> int:
     return peak
 
 
+def storage_bytes(graph: fx.Graph) -> dict[fx.Node, dict[int, int]]:
+    """By node the storages of its result, with their bytes."""
+    held: dict[fx.Node, set[int]] = {}
+    sizes: dict[int, int] = {}
+    for node in graph.nodes:
+        held[node] = _held(node, held, sizes)
+    return {node: {s: sizes[s] for s in storages} for node, storages in held.items()}
+
+
 def _held(node: fx.Node, held: Mapping[fx.Node, set[int]], sizes: dict[int, int]) -> set[int]:
     """The storages of a node's result; new ones are entered with their bytes."""
     if start_of(node) is not None or (isinstance(node.target, torch._ops.OpOverload) and _is_alias(node.target)):

@@ -84,9 +84,9 @@ Inductor is its own pass as installed, at the fastest of {len(SETTINGS)} setting
 {len(FEW)} for nodes-*); ours may hold no more memory than that. Exposed is the time in which compute stands still. No
 order is faster than the bound, whatever it merges: the larger of the judge's own and the one that our pass reports."""
 LISTS = f"""\
-The list scheduler (overlap_list.py) orders kernels by the longest way to the end within a window, merges nothing and
-counts no memory; the fastest of its orders that fit is shown, none where none fits. Demands: ours within {NEAR:.1%} of
-it; with 1.02, 1.1 and 1.5 times the memory never slower than with less (within {NOISE:.1%})."""
+The list scheduler (overlap_list.py): three windows with three sets of buckets; the fastest of its orders that fit is
+shown, none where none fits. Demands: ours within {NEAR:.1%} of it; with 1.02, 1.1 and 1.5 times the memory never
+slower than with less (within {NOISE:.1%})."""
 PEAKS = """\
 The true peak: all live tensors, operands and results of collectives until their wait. Demand: ours <= Inductor's."""
 SECONDS = """\

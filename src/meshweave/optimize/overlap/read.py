@@ -75,6 +75,8 @@ class _GraphReader:
     ops: dict[Any, _Op] = field(default_factory=dict)  # by target
     channels: dict[Any, int] = field(default_factory=dict)
     last: dict[Any, int] = field(default_factory=dict)  # per chain of items that keep their order: the latest
+    # by channel: starts since the last that is matched by its place, and that
+    unmatched: dict[int, list[int]] = field(default_factory=dict)
     fence: int = -1  # the latest item that everything has to follow
     since: list[int] = field(default_factory=list)  # items after it
     storages: set[int] = field(default_factory=set)
@@ -286,10 +288,16 @@ class _GraphReader:
             waits.update(b for b in before if problem.channel[b] >= 0)
 
     def chain(self, node: fx.Node, row: Collective | None, op: _Op, number: int, deps: set[int]) -> None:
-        """Random ops keep their order; nothing passes an op with arbitrary side effects."""
+        """Random ops keep their order, and a communication that is matched by its place that to all others of its
+        channel; nothing passes an op with arbitrary side effects."""
         chains: list[Any] = []
         if row is not None:
-            chains += [("group", self.channel(node, row))]
+            starts = self.unmatched.setdefault(self.channel(node, row), [])
+            if row.is_ordered:
+                deps.update(starts)
+                starts.clear()
+            deps.update(i for i in starts[:1] if self.reading.rows[i].is_ordered)
+            starts.append(number)
         elif op.is_random:
             chains.append("random")
         chains += [("generator", n) for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Generator)]
@@ -297,7 +305,7 @@ class _GraphReader:
             row is None and op.is_impure and not op.writes and not op.is_harmless
         )
         for key in chains:
-            if key in self.last and (row is None or self.keeps_order(key, row)):
+            if key in self.last:
                 deps.add(self.last[key])
             self.last[key] = number
         if is_fence:
@@ -306,10 +314,6 @@ class _GraphReader:
         elif self.fence >= 0:
             deps.add(self.fence)
         self.since.append(number)
-
-    def keeps_order(self, key: Any, row: Collective) -> bool:
-        """If messages are matched by order, all communications of the group keep theirs."""
-        return row.is_ordered or self.reading.rows[self.last[key]].is_ordered
 
     def channel(self, node: fx.Node, row: Collective) -> int:
         group = self.reading.program.queues.get(node) or group_of(node, row)
