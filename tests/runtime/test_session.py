@@ -84,10 +84,11 @@ def without_synchronisation(device: str) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 ROWS_OF_READS = [
     *(("cpu", mesh, 1) for mesh in ("fsdp=2", "dp=2", "tp=2", "cp=2", "pp=2")),
     *(("cpu", mesh, 2) for mesh in ("dp=2", "fsdp=2,tp=2", "pp=2")),
-    *(pytest.param("cuda", mesh, 1, marks=pytest.mark.gpu) for mesh in ("dp=1", "fsdp=2", "cp=2")),
+    *(pytest.param("cuda", mesh, 1, marks=ON_GPU) for mesh in ("dp=1", "fsdp=2", "cp=2")),
 ]
 
 
