@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import random
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.overlap.graphs import ATEN, C10D, Builder, assert_same_values, by_name, groups_of, peak
@@ -184,3 +187,37 @@ def test_messages_and_ops_of_other_libraries_never_pass_each_other() -> None:
             queues.append(names)
         assert queues[0] == queues[1]
     assert num_moved > 6
+
+
+def test_no_slower_than_blocks_by_hand() -> None:
+    """Backward of four blocks under FSDP: by hand, the gathers of a block start when the block before begins, and its
+    reductions when its last gradient is there. Handed in, that order bounds the result; the search hides more."""
+    b, by_hand, outputs = Builder(), list[str](), list[fx.Node]()
+    y, *shards = b.placeholders("y up_0 down_0 up_1 down_1 up_2 down_2 up_3 down_3")
+    layers = [("down", "up")] * 4
+    for k, names in enumerate(layers):
+        for i, name in enumerate(names):
+            full = b.wait(None, b.gather(f"gather_{name}_{k}", shards[2 * k + i]))
+            gradient = b.mm(f"weight_{name}_{k}", full, y)
+            y = b.mm(f"input_{name}_{k}", b.call(None, ATEN.slice.Tensor, full, 0, 0, 8), y)
+            outputs.append(b.wait(None, b.scatter(f"reduce_{name}_{k}", gradient)))
+    gm = b.done(y, *outputs)
+    gathers = [[f"gather_{name}_{k}" for name in names] for k, names in enumerate(layers)]
+    for k, names in enumerate(layers):
+        by_hand += [*(gathers[0] if not k else ()), *(gathers[k + 1] if k + 1 < len(layers) else ())]
+        by_hand += [f"{kind}_{name}_{k}" for name in names for kind in ("weight", "input")]
+        by_hand += [f"reduce_{name}_{k}" for name in names]
+    seconds = {"gather": 1.0, "reduce": 1.5, "weight": 1.0, "input": 1.0}
+    table = {n.name: seconds[n.name.split("_")[0]] for n in gm.graph.nodes if n.name.split("_")[0] in seconds}
+    _, report = ordered(gm, replace(PLAIN, orders=(tuple(by_hand),)), cost=by_name(table))
+    hand = next(dict(row.seconds)["as said"] for row in report.candidates if row.name == "order 0 handed in")
+    assert report.seconds < hand < report.seconds_before
+
+
+@pytest.mark.slow
+def test_llama_is_no_slower_than_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
+    rows = importlib.import_module("overlap_hand").rows(1)
+    assert len(rows) == 4
+    for name, _, _, hand, merged, ours, _ in rows:
+        assert float(ours) <= min(float(hand), float(merged)), name
