@@ -26,7 +26,7 @@ from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.program import Program
 from meshweave.runtime.measured import classify
-from meshweave.runtime.session import Session, SessionSettings
+from meshweave.runtime.session import Pace, Session, SessionSettings
 from meshweave.runtime.state import State
 from meshweave.runtime.world import LocalWorld
 from meshweave.train_step import CompiledStep
@@ -610,6 +610,17 @@ def test_a_buffer_made_of_the_batch_is_not_the_callers_tensor() -> None:
     expected = data[0]["x"].clone()
     data[0]["x"].zero_()
     assert torch.equal(step.buffers()["last"], expected)
+
+
+def test_steps_that_take_far_longer_than_before_are_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    pace = Pace()
+    for seconds in [*[0.5] * 15, 0.01, *[0.02] * 16, *[9.0] * 15, 0.01]:
+        pace.add(seconds)  # compiling, other work, a pause
+    assert not caplog.messages
+    for _ in range(32):
+        pace.add(0.1)
+    (message,) = caplog.messages
+    assert message.startswith("steps take 10.0 times as long as before (0.1 s, before 0.01 s)")
 
 
 def test_metrics_are_those_of_the_last_step() -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -62,6 +63,9 @@ _ASKED = 16  # steps, before each of which processes ask each other for compiled
 # itself two of four cases gave other bits than single launches (NVIDIA H200, torch 2.11, 2026-11). Kernels of jobs are
 # not tuned any more, but nobody has tried again (benchmarks/nccl.py does).
 IN_JOBS = False
+# A link that becomes 10 times slower is seen where communication took 2/9 of a step; other work on a machine mostly
+# costs less than a factor of 3.
+_WINDOW, _SLOWER = 16, 3.0
 _NOTES = logging.getLogger("meshweave")
 # The user's calls that return full tensors of each kind.
 _FULL = {"param": "parameters", "buffer": "buffers", "state": "optimizer_state", "grad": "gradients"}
@@ -186,6 +190,34 @@ class Fetched:
         return float(self._host)
 
 
+@dataclass(slots=True)
+class Pace:
+    """Warns, once, of steps that take far longer than earlier ones: by the fastest of _WINDOW, so that a pause counts
+    for nothing."""
+
+    fastest: float = math.inf
+    recent: float = math.inf
+    num_steps: int = 0
+    has_warned: bool = False
+
+    def add(self, seconds: float) -> None:
+        """A step has taken so long."""
+        self.recent, self.num_steps = min(self.recent, seconds), self.num_steps + 1
+        if self.num_steps % _WINDOW:
+            return
+        if self.recent > _SLOWER * self.fastest and not self.has_warned:
+            self.has_warned = True
+            _NOTES.warning(
+                "steps take %.1f times as long as before (%.3g s, before %.3g s): other work on these machines, or a "
+                "slower link. For that link start again from a checkpoint: mw.compile compares links with those that "
+                "were measured, and measures them anew (profile='auto') or says how to (profile=FILE)",
+                self.recent / self.fastest,
+                self.recent,
+                self.fastest,
+            )
+        self.fastest, self.recent = min(self.fastest, self.recent), math.inf
+
+
 def mean_of(numbers: Sequence[Tensor]) -> Tensor:
     """The mean of a number of each microbatch, in their dtype."""
     return numbers[0] if len(numbers) == 1 else torch.stack([*numbers]).double().mean().to(numbers[0].dtype)
@@ -282,6 +314,9 @@ class Session:
         self.values: dict[str, Tensor] = {}  # loss, grad_norm and metrics of the last step
         self.gradient_pieces: dict[str, list[Tensor]] | None = None  # of the last step, by name
         self.was_skipped = False  # the last step
+        is_awaited = world.device.type == "cpu" or settings.run.check_finite  # the host waits for every step
+        is_first = world.devices[0] == world.mesh.devices[0]
+        self.pace = Pace() if world.is_distributed and is_first and is_awaited else None
         self._envs: list[Env] = []
 
     def _recorder(self, has_regions: bool) -> CudaGraphs | None:
@@ -389,6 +424,7 @@ class Session:
         end. Raises StepError when loss or norm are not finite, before anything is updated; a step that scales its loss
         is skipped if the norm is not: only its buffers are new."""
         self.state.check_usable()
+        began = time.perf_counter()
         try:
             with self.world.guard():
                 self.compile_regions()
@@ -396,6 +432,7 @@ class Session:
                 losses, metrics, left = self._differentiate(micros)
                 norm = self._norm()
                 self.was_skipped = self._is_skipped(losses, norm)
+                self.world.check()  # a communication of a GPU that was aborted leaves no result
                 with uninterrupted():
                     self._update(numbers, left)
                     self._keep_results(losses, metrics, norm)
@@ -403,6 +440,8 @@ class Session:
                         done(self.was_skipped)
         finally:
             self._release()
+        if self.pace is not None:
+            self.pace.add(time.perf_counter() - began)
         return self.values["loss"].clone()
 
     def trace(
