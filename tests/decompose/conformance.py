@@ -15,6 +15,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank
 from meshweave.optimize.decompose.algorithms import Algorithm
 from meshweave.optimize.decompose.emit import write_gather, write_reduce
+from meshweave.optimize.decompose.proof import prove_rings
 from meshweave.optimize.decompose.writer import ChunkWriter, Ring
 from meshweave.runtime.world import World
 
@@ -44,9 +45,10 @@ def cases(row: Algorithm, mesh: Mesh, group: str = "d", dtype: torch.dtype = tor
 
 
 def check(case: Case, world: World | None = None) -> RankGraph:
-    """Run the case on a world (by default virtual devices) and compare every held device, to the bit."""
-    every = _values(case)
-    role = _written(case, every)
+    """Prove the case, run it on a world (by default virtual devices) and compare every held device, to the bit."""
+    every = values(case)
+    role = written(case, every)
+    assert case.ring.size == 1 or prove_rings(role) == 1  # a group of one is never decomposed
     found = run(role, {"x": every.flatten(0, 1)}, world)
     groups = {device: group for group in case.mesh.groups(tuple(case.group.split(","))) for device in group}
     for device, outputs in found.items():
@@ -58,7 +60,7 @@ def check(case: Case, world: World | None = None) -> RankGraph:
     return role
 
 
-def _values(case: Case) -> Tensor:
+def values(case: Case) -> Tensor:
     """What each device hands in: a piece of a gather, all chunks of a reduction."""
     shape = [2, 3, 2]
     if case.row.collective != "all_gather":
@@ -66,7 +68,8 @@ def _values(case: Case) -> Tensor:
     return integers(case.mesh.num_devices, *shape, seed=case.dim).to(case.dtype)
 
 
-def _written(case: Case, every: Tensor) -> RankGraph:
+def written(case: Case, every: Tensor) -> RankGraph:
+    """A program of the case for the `values` of devices."""
     axes = ",".join(case.mesh.axis_names)
     rows = every.flatten(0, 1)
     role = program(case.mesh, {"x": (rows, "[{" + axes + "}, {}, {}]")}, lambda call, x: [call(aten.neg.default, x)])
@@ -74,6 +77,7 @@ def _written(case: Case, every: Tensor) -> RankGraph:
     write, (x,), ring = ChunkWriter(role.graph, old), old.args, case.ring
     write.follow(old, old)
     assert isinstance(x, fx.Node)
+    write.begin(ring, "gather" if case.row.collective == "all_gather" else "sum")
 
     def chunk(number: object) -> fx.Node:
         return write.call(local_ops.take_chunk, x, case.dim, 1, ring.size, number)

@@ -1,6 +1,6 @@
 """Collectives decomposed into messages between the chunks of matmuls."""
 
-from meshweave.optimize.decompose.algorithms import ALGORITHMS, Algorithm, DecomposeOptions, RingStep, algorithm, prove
+from meshweave.optimize.decompose.algorithms import ALGORITHMS, Algorithm, DecomposeOptions, RingStep, algorithm
 from meshweave.optimize.decompose.graphs import decompose_graph
 from meshweave.optimize.decompose.proof import prove_rings
 from meshweave.optimize.decompose.report import DecomposeReport, RingRow
@@ -16,6 +16,5 @@ __all__ = [
     "algorithm",
     "decompose",
     "decompose_graph",
-    "prove",
     "prove_rings",
 ]

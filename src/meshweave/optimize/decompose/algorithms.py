@@ -1,4 +1,4 @@
-"""Collectives as data: steps over chunks, in a single table, and the replay that proves a row.
+"""Collectives as data: steps over chunks, in a single table.
 
 A group of n devices, r the index of a device in it; all indices are modulo n. An algorithm is the same on every device
 except for r. References: the direct and cyclic gathers are those of nvFuser (PR 5963, host loops with a swizzle), the
@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
 
-from meshweave.errors import MeshweaveError, VerifyError
+from meshweave.errors import MeshweaveError
 from meshweave.optimize.decompose.writer import Index
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -117,53 +116,6 @@ def algorithm(collective: Collective, name: str) -> Algorithm:
             return row
     known = [row.name for row in ALGORITHMS if row.collective == collective]
     raise MeshweaveError(f"no algorithm '{name}' for {collective}", got=name, expected=", ".join(known))
-
-
-@lru_cache(maxsize=1024)
-def prove(row: Algorithm, n: int) -> None:
-    """Raise VerifyError unless the steps implement the collective on every device of a group of n.
-
-    A gather gives every device every chunk, each once. A reduction gives device r chunk r with one contribution of each
-    device.
-    """
-    _PROOFS[row.collective](row, row.steps(n), n)
-
-
-def _prove_gather(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
-    for r in range(n):
-        for k, step in enumerate(steps):
-            sent = steps[step.of].chunk.at(r - step.shift, n) if step.shift else r
-            _expect(row, n, sent == step.chunk.at(r, n) and (not step.shift or step.of < k), f"step {k} on device {r}")
-        _expect(row, n, sorted(step.chunk.at(r, n) for step in steps) == list(range(n)), f"device {r}")
-
-
-def _prove_scatter(row: Algorithm, steps: tuple[RingStep, ...], n: int) -> None:
-    sums: list[list[tuple[int, list[int]]]] = []  # per step and device: its chunk, and its contributions
-    results: list[list[tuple[int, list[int]]]] = [[] for _ in range(n)]
-    for k, step in enumerate(steps):
-        own_sums = []
-        for r in range(n):
-            own, parts = step.chunk.at(r, n), [r]
-            for earlier in step.adds:
-                chunk, contributions = sums[earlier][(r - steps[earlier].shift) % n]
-                _expect(row, n, chunk == own and bool(steps[earlier].shift), f"step {k} adds to another chunk")
-                parts += contributions
-            own_sums.append((own, parts))
-            if not step.shift:
-                results[r].append((own, sorted(parts)))
-        sums.append(own_sums)
-    for r, result in enumerate(results):
-        _expect(row, n, result == [(r, list(range(n)))], f"device {r}")
-    sent = [k for k, step in enumerate(steps) if step.shift]
-    _expect(row, n, sorted(k for step in steps for k in step.adds) == sent, "every message is added once")
-
-
-def _expect(row: Algorithm, n: int, holds: bool, place: str) -> None:
-    if not holds:
-        raise VerifyError(f"{row} does not implement its collective in a group of {n}", where=place)
-
-
-_PROOFS = {"all_gather": _prove_gather, "reduce_scatter": _prove_scatter}
 
 
 @dataclass(frozen=True, slots=True)

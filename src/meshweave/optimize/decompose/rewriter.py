@@ -14,7 +14,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.device_program import DeviceProgram, rewrite_role
 from meshweave.ir.graph import place_of, wide_dtype
 from meshweave.ir.rank import RankGraph, operands_of
-from meshweave.optimize.decompose.algorithms import DecomposeOptions, algorithm, prove
+from meshweave.optimize.decompose.algorithms import DecomposeOptions, algorithm
 from meshweave.optimize.decompose.chains import Downstream, Shapes, Upstream
 from meshweave.optimize.decompose.find import KINDS, after, gathered, nodes_to_hoist, reduced, starts_of, variants
 from meshweave.optimize.decompose.price import Estimate, Kernels, RingPrices, gather_estimate, reduce_estimate
@@ -160,8 +160,6 @@ class RingRewriter:
         self.forget()
         for scheme in schemes:
             steps = scheme.num_chunks if scheme.row is None else len(scheme.row.steps(ring.size))
-            if scheme.row is not None:
-                prove(scheme.row, ring.size)
             if kind == "all_gather":
                 chain = self.once(scheme.num_chunks, gathered, start, scheme, ring, self.shapes, order)
                 why.append(joined_reasons(chain.why))
