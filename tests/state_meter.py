@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
 
-from meshweave.ir.rank import RankGraph
-from meshweave.runtime.measured import KINDS, classify
+from meshweave.ir.graph import origin_of
+from meshweave.ir.rank import RankGraph, distinct_operands
 from meshweave.runtime.state import State
+
+KINDS = ("param", "grad", "state")
 
 
 class StateMeter:
@@ -60,3 +62,32 @@ class StateMeter:
 def _storage(x: Tensor) -> tuple[int, int]:
     storage = x.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+def classify(graph: RankGraph) -> dict[fx.Node, str]:
+    """Node -> param (a parameter, or values computed from parameters only: casts, gathers, views), grad (a gradient
+    from the op that computes it until its use) or state. Other nodes are activations and are omitted."""
+    kinds: dict[fx.Node, str] = {}
+    for node, item in graph.sources.items():
+        kind = "grad" if item.kind == "acc" else item.kind
+        if kind in KINDS:
+            kinds[node] = kind
+    for node in graph.graph.nodes:
+        tensors = distinct_operands(node)
+        computed = node.op == "call_function" and tensors and origin_of(node).phase != "update"
+        if computed and all(kinds.get(n) == "param" for n in tensors):
+            kinds[node] = "param"
+    for (kind, _), node in graph.results.items():
+        if kind == "grad":
+            kinds.update((n, "grad") for n in _upstream(node) if n not in kinds)
+        elif kind in ("param", "state"):
+            kinds[node] = kind
+    return kinds
+
+
+def _upstream(node: fx.Node) -> Iterator[fx.Node]:
+    """The node and its ancestors through ops of a single operand, down to the op that computed it."""
+    yield node
+    while len(distinct_operands(node)) == 1 and node.op == "call_function":
+        (node,) = distinct_operands(node)
+        yield node

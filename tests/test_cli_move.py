@@ -22,10 +22,10 @@ def answer(result):
 def test_the_plan_and_its_bound():
     result = call("[{}, {b}]", "[{a,b}, {}]", *LARGE)
     assert result.exit_code == 0, result.output
-    assert "[{}, {b}] -> [{a,b}, {}] of float32 [4096, 4096] on a=4,b=8" in result.output
+    assert "float32 [4096, 4096] on a=4,b=8\n[{}, {b}] -> [{a,b}, {}]: 2 steps" in result.output
     assert "slice dim 0 over a" in result.output
     assert "all_to_all over b from dim 1 onto dim 0" in result.output
-    assert "lower bound of all plans" in result.output
+    assert ", at best " in result.output
     assert "exact" in result.output
 
 

@@ -83,7 +83,7 @@ def test_a_step_that_is_wrong_is_found() -> None:
     ]
     for row in wrong:
         case = next(conformance.cases(row, mw.Mesh("d=4")))
-        with pytest.raises(VerifyError, match="ring 0: |has 0 waits"):
+        with pytest.raises(VerifyError, match=r"ring 0: |has 0 waits"):
             prove_rings(conformance.written(case, conformance.values(case)))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests import models
-from tests.state_meter import StateMeter
+from tests.state_meter import StateMeter, classify
 from tests.training import assert_equals_eager, assert_tensors, batches, mse, sgd, train_eagerly
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,6 @@ from meshweave.errors import CheckpointError, LayoutError, PlanError, StepError
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import SYMBOLS
 from meshweave.program import Program
-from meshweave.runtime.measured import classify
 from meshweave.runtime.session import Pace, Session, SessionSettings
 from meshweave.runtime.state import State
 from meshweave.runtime.world import LocalWorld

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from rich.markup import escape
-from rich.table import Table
 
 from meshweave.cli.command import Options, argument, option
 from meshweave.cli.costs import parse_costs
@@ -16,7 +15,6 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.place.movement.plan import MovePlan, plan_move
-from meshweave.report.tables import bytes_text, plain_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +42,7 @@ def move(screen: Screen, options: MoveOptions) -> int:
 
 def _show(screen: Screen, plan: MovePlan, shape: tuple[int, ...], dtype: str) -> int:
     where = " -> ".join(dict.fromkeys(str(end.mesh) or "one device" for end in (plan.source, plan.target)))
-    screen.say(escape(f"{plan.source} -> {plan.target} of {dtype} {list(shape)} on {where}"))
-    screen.out.print(_steps_table(plan))
-    at_best = f"{_us(plan.seconds)} us, lower bound of all plans {_us(plan.lower_bound_seconds)} us"
-    summary = f"{bytes_text(plan.bytes_received)} received, {bytes_text(plan.peak_bytes)} at most held by a step"
-    screen.say(f"{at_best}; {summary}; {plan.numerics}")
+    screen.say(escape(f"{dtype} {list(shape)} on {where}\n{plan}"))
     screen.result(
         True,
         source=str(plan.source),
@@ -65,20 +59,6 @@ def _cost(plan: MovePlan) -> dict[str, Any]:
         for s in plan.steps
     ]
     return {"steps": steps, **attributes_of(plan, "seconds", "bytes_received", "peak_bytes")}
-
-
-def _steps_table(plan: MovePlan) -> Table:
-    table = plain_table(">", "step", "then it is", ">us", ">bytes received")
-    for number, step in enumerate(plan.steps, 1):
-        texts = (escape(str(step)), escape(str(step.target)))
-        table.add_row(str(number), *texts, _us(step.seconds), bytes_text(step.bytes_received))
-    if not plan.steps:
-        table.add_row("", "nothing to do", escape(str(plan.source)), "0", bytes_text(0))
-    return table
-
-
-def _us(seconds: float) -> str:
-    return f"{seconds * 1e6:.4g}"
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,15 +12,15 @@ from meshweave.cost.hardware.collectives import bytes_received
 from meshweave.cost.hardware.work import Attention, Matmul, Work
 from meshweave.cost.simulate.classify import operand_values, work_of
 from meshweave.cost.simulate.exposure import covered_seconds
+from meshweave.cost.simulate.memory import gradients_of, kind_of
 from meshweave.cost.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import RankGraph, distinct_operands
+from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, local_values
 from meshweave.runtime.tracing import DeviceTrace, Event
 
-KINDS = ("param", "grad", "state")
 _NUM_AT_PEAK = 40  # tensors listed at the peak, as in simulated steps
 
 
@@ -191,10 +191,10 @@ class _Role:
         alive: dict[str, int] = {}
         for change in self.trace.changes[:count]:
             alive[change.name] = alive.get(change.name, 0) + change.bytes
-        kinds = classify(self.role)
-        inputs = {n: i.kind for n, i in self.role.sources.items()}
+        kinds = {n: "grad" if i.kind == "acc" else i.kind for n, i in self.role.sources.items()}
+        gradients = gradients_of(self.role, self.local.values)
         largest = sorted((-size, name) for name, size in alive.items() if size > 0)[:_NUM_AT_PEAK]
-        tensors = [_live_tensor(self.nodes[name], -size, inputs, kinds) for size, name in largest]
+        tensors = [_live_tensor(self.nodes[name], -size, kinds, gradients) for size, name in largest]
         return tuple(sorted(curve.items())), peak, peak_at, tuple(tensors)
 
 
@@ -214,10 +214,10 @@ def _queued(events: Sequence[Event], nodes: Mapping[str, fx.Node]) -> list[Event
     return sorted(queued, key=lambda event: (event.begin, event.end, event.name))
 
 
-def _live_tensor(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], kinds: Mapping[fx.Node, str]) -> LiveTensor:
+def _live_tensor(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], gradients: Collection[fx.Node]) -> LiveTensor:
     origin = origin_of(node)
     crosses = origin.phase in ("forward", "loss") and any(origin_of(u).phase == "backward" for u in node.users)
-    kind = inputs.get(node) or kinds.get(node) or ("activation" if crosses else "temporary")
+    kind = inputs.get(node) or kind_of(node, crosses, gradients)
     return LiveTensor(node.name, size, kind, origin.module, origin.source)
 
 
@@ -270,32 +270,3 @@ def _in_order(spans: Sequence[Span]) -> tuple[list[Span], tuple[tuple[int, int],
         for new, old in enumerate(order)
     ]
     return events, tuple((need, span.index) for span in events for need in span.needs)
-
-
-def classify(graph: RankGraph) -> dict[fx.Node, str]:
-    """Node -> param (a parameter, or values computed from parameters only: casts, gathers, views), grad (a gradient
-    from the op that computes it until its use) or state. Other nodes are activations and are omitted."""
-    kinds: dict[fx.Node, str] = {}
-    for node, item in graph.sources.items():
-        kind = "grad" if item.kind == "acc" else item.kind
-        if kind in KINDS:
-            kinds[node] = kind
-    for node in graph.graph.nodes:
-        tensors = distinct_operands(node)
-        computed = node.op == "call_function" and tensors and origin_of(node).phase != "update"
-        if computed and all(kinds.get(n) == "param" for n in tensors):
-            kinds[node] = "param"
-    for (kind, _), node in graph.results.items():
-        if kind == "grad":
-            kinds.update((n, "grad") for n in _upstream(node) if n not in kinds)
-        elif kind in ("param", "state"):
-            kinds[node] = kind
-    return kinds
-
-
-def _upstream(node: fx.Node) -> Iterator[fx.Node]:
-    """The node and its ancestors through ops of a single operand, down to the op that computed it."""
-    yield node
-    while len(distinct_operands(node)) == 1 and node.op == "call_function":
-        (node,) = distinct_operands(node)
-        yield node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -19,6 +19,7 @@ from meshweave.ir.graph import block_name, origin_of
 from meshweave.ir.liveness import live_bytes
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.traits import CASTS
+from meshweave.ir.values import Values
 
 _SHOWN = 40  # tensors shown at the peak, the largest first
 _STEPS = 3  # steps after which an allocator no longer grows, if all steps are equal
@@ -59,7 +60,7 @@ def memory_of(
     alive = [life for life, (begin, end, _) in zip(lives, ranges, strict=True) if begin <= at < end]
     alive.sort(key=lambda life: (-life.bytes, life.node.name, life.begin))
     lasting = sum(life.bytes for life in lives if life.kind in ("param", "state", "buffer", "constant"))
-    gradients = _gradients(role)
+    gradients = gradients_of(role.role, role.local.values)
     shown = tuple(_live_tensor(life, gradients) for life in alive[:_SHOWN])
     reserved = reserved_bytes(_allocations(lives), expandable_segments)
     curve = tuple(zip(moments, levels, strict=True))
@@ -85,24 +86,24 @@ def _allocations(lives: Sequence[Life]) -> Iterator[tuple[int, int, str]]:
         yield from ((i, num_bytes, stream) for _, _, i, num_bytes, stream in changes if i in ended)
 
 
-def _live_tensor(life: Life, gradients: frozenset[fx.Node]) -> LiveTensor:
-    origin = origin_of(life.node)
-    return LiveTensor(life.node.name, life.bytes, life.kind or _kind(life, gradients), origin.module, origin.source)
+def _live_tensor(life: Life, gradients: Collection[fx.Node]) -> LiveTensor:
+    origin, kind = origin_of(life.node), life.kind or kind_of(life.node, life.crosses, gradients)
+    return LiveTensor(life.node.name, life.bytes, kind, origin.module, origin.source)
 
 
-def _kind(life: Life, gradients: frozenset[fx.Node]) -> str:
-    name = getattr(life.node.target, "__name__", str(life.node.target))
+def kind_of(node: fx.Node, crosses: bool, gradients: Collection[fx.Node]) -> str:
+    """The kind of a computed value. `crosses`: it is computed in forward and read in backward."""
+    name = getattr(node.target, "__name__", str(node.target))
     if "all_gather" in name:
         return "gathered"
-    if life.crosses:
+    if crosses:
         return "activation"
-    return "grad" if life.node in gradients else "temporary"
+    return "grad" if node in gradients else "temporary"
 
 
-def _gradients(role: RoleTasks) -> frozenset[fx.Node]:
+def gradients_of(role: RankGraph, values: Mapping[fx.Node, Values]) -> frozenset[fx.Node]:
     """The nodes that share a storage with a gradient that the role returns."""
-    values, outputs = role.local.values, role.role.results.items()
-    storages = {x.storage for (kind, _), n in outputs if kind == "grad" for x in values[n]}
+    storages = {x.storage for (kind, _), n in role.results.items() if kind == "grad" for x in values[n]}
     return frozenset(n for n, results in values.items() if any(x.storage in storages for x in results))
 
 
