@@ -74,18 +74,17 @@ def load_source(
     return _as_double(source) if dtype is torch.float64 else source
 
 
+def _source(name: str, model: nn.Module, loss: Loss, make: Callable[[int], Any]) -> Source:
+    batch = make(0)
+    count, unit = _count(batch)
+    return Source(name=name, model=model, loss=loss, batch=batch, make_batch=make, tokens_per_batch=count, unit=unit)
+
+
 def _as_double(source: Source) -> Source:
-    make = source.make_batch
-    double = lambda i: _map_tensors(lambda t: t.double() if t.is_floating_point() else t, make(i))  # noqa: E731
-    return Source(
-        name=source.name,
-        model=source.model.double(),
-        loss=source.loss,
-        batch=double(0),
-        make_batch=double,
-        tokens_per_batch=source.tokens_per_batch,
-        unit=source.unit,
-    )
+    def make(index: int) -> Any:
+        return _map_tensors(lambda t: t.double() if t.is_floating_point() else t, source.make_batch(index))
+
+    return _source(source.name, source.model.double(), source.loss, make)
 
 
 def _map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -148,9 +147,7 @@ def _read(source: Any, text: str) -> Source:
             "loss(outputs, batch) -> scalar",
         )
     model, data, loss = source
-    make = data if callable(data) else lambda index: data
-    count, unit = _count(make(0))
-    return Source(name=text, model=model, loss=loss, batch=make(0), make_batch=make, tokens_per_batch=count, unit=unit)
+    return _source(text, model, loss, data if callable(data) else lambda index: data)
 
 
 def import_file(path: Path) -> ModuleType:
@@ -343,16 +340,7 @@ def _hugging_face(text: str, batch: int, length: int | None, seed: int, device: 
     def make(index: int) -> dict[str, Tensor]:
         return task.make_batch(index, batch, seq, config, seed)
 
-    count, unit = _count(make(0))
-    return Source(
-        name=text,
-        model=model.train(),
-        loss=lambda out, _: out.loss,
-        batch=make(0),
-        make_batch=make,
-        tokens_per_batch=count,
-        unit=unit,
-    )
+    return _source(text, model.train(), lambda out, _: out.loss, make)
 
 
 def _transformers() -> Any:
