@@ -73,7 +73,6 @@ class Case:
     fusion: str = "blocks"
     fp8: bool = False
     pipeline: str = "sequential"
-    buckets: str = "blocks"
     memory_gib: float = 0.0
     expandable: bool = True
     update: str = "fused"
@@ -98,11 +97,8 @@ SETUPS = [
     Setup("mb-70b-64-gb200", "70B", "fsdp=64", 1, "none", "gb200", attention="cudnn"),
 ]
 # torchtitan compiles the loss with its blocks, but not in the runs of 2024-12 (turned off in pytorch/torchtitan#755).
-# Its apply_fsdp wrapped blocks and then the model, so that embedding, norm and head were the root's one group
-# (torchtitan/parallelisms/parallelize_llama.py, commit 004b314).
 # Its optimizers were fused on demand alone (`--optimizer.fused`), which the runs of 2024-12 do not name; later always.
-H100: dict[str, Any] = {"buckets": "blocks+root"}
-H100_2024 = {**H100, "update": "foreach"}
+H100_2024: dict[str, Any] = {"update": "foreach"}
 H200: dict[str, Any] = {"fusion": "blocks+loss", "fp8": True, "expandable": False}
 CASES = [
     Case("8b-8", "torchtitan 8B, 8 GPUs, FSDP, eager", 5762, fusion="eager", memory_gib=82.4, **H100_2024),
@@ -111,14 +107,14 @@ CASES = [
     Case("8b-128", "torchtitan 8B, 128 GPUs, FSDP, eager", 5605, fusion="eager", memory_gib=67.0, **H100_2024),
     Case("8b-128", "... + compile", 6514, memory_gib=62.0, **H100_2024),
     Case("8b-128", "... + compile + float8", 8380, fp8=True, memory_gib=61.8, **H100_2024),
-    Case("70b-256", "torchtitan 70B, 256 GPUs, FSDP 32 x TP 8, bf16", 597.3, **H100),
+    Case("70b-256", "torchtitan 70B, 256 GPUs, FSDP 32 x TP 8, bf16", 597.3),
     Case("70b-256", "... float8 (2024-12)", 829, fp8=True, memory_gib=71.9, **H100_2024),
-    Case("70b-256", "... float8 (2025-06)", 809.8, fp8=True, **H100),
-    Case("8b-64-tp", "torchtitan 8B, 64 GPUs, FSDP 8 x TP 8, batch 12, bf16", 4378, **H100),
-    Case("8b-64-tp", "... float8", 5078.1, fp8=True, **H100),
-    Case("async-70b-256", "torchtitan 70B, 256 GPUs, FSDP 32 x TP 8, async TP, bf16", 652.4, **H100),
+    Case("70b-256", "... float8 (2025-06)", 809.8, fp8=True),
+    Case("8b-64-tp", "torchtitan 8B, 64 GPUs, FSDP 8 x TP 8, batch 12, bf16", 4378),
+    Case("8b-64-tp", "... float8", 5078.1, fp8=True),
+    Case("async-70b-256", "torchtitan 70B, 256 GPUs, FSDP 32 x TP 8, async TP, bf16", 652.4),
     Case("async-70b-256", "... float8 (2024-12)", 876, fp8=True, **H100_2024),
-    Case("async-8b-64", "torchtitan 8B, 64 GPUs, FSDP 8 x TP 8, batch 12, async TP, bf16", 4809.4, **H100),
+    Case("async-8b-64", "torchtitan 8B, 64 GPUs, FSDP 8 x TP 8, batch 12, async TP, bf16", 4809.4),
     Case("8b-32-h200", "torchtitan 8B, 32 H200, float8 (2025-06)", 10938, **H200, memory_gib=47.96),
     Case("8b-64-h200", "torchtitan 8B, 64 H200, float8 (2025-06)", 10753, **H200, memory_gib=46.97),
     Case("mb-8b-8", "Megatron-Bridge 8B, 8 H100, FSDP, FP8", 14451, fp8=True),
@@ -183,7 +179,7 @@ def rows(wanted: str) -> Iterator[tuple[Case, Setup, Simulation]]:
                 fusion=case.fusion,  # type: ignore[arg-type]
                 pipeline=case.pipeline,  # type: ignore[arg-type]
                 matmul_dtype=dtype,
-                buckets=case.buckets,  # type: ignore[arg-type]
+                buckets="blocks",
                 expandable_segments=case.expandable,
             )
             took = time.perf_counter() - began

@@ -40,8 +40,8 @@ def simulate(
     pipeline: how stages take the microbatches of `accumulate`: "sequential" as the runtime does, "gpipe" or "1f1b".
     matmul_dtype: the dtype of matmuls in repeated blocks, as in float8 training, or its name.
     buckets: "blocks" or a number of bytes: which collectives are merged, to predict a system that flattens parameters
-        (FSDP: "blocks", its flat buffers are in the memory; "blocks+root" where embedding, last norm and head are left
-        to the root module) or gradients (DDP: 25 * 2**20). "none": as the program has them, merged by `overlap` or not.
+        (FSDP: "blocks", its flat buffers are in the memory) or gradients (DDP: 25 * 2**20). "none": as the program has
+        them, merged by `overlap` or not.
     expandable_segments: whether PYTORCH_CUDA_ALLOC_CONF sets them, for `reserved_bytes`.
 
     Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, a dtype without a cost.

@@ -82,24 +82,6 @@ def test_a_call_with_a_collective_inside_runs_op_by_op_and_keeps_what_it_is_give
     assert 4 * piece < found.peak_bytes < 4.2 * piece
 
 
-def test_what_is_left_to_the_root_module_is_one_group_until_backward_is_over() -> None:
-    """FSDP2's root: embedding and head are gathered together before forward, reduced together after backward."""
-    weight = 2**12 * 256 * 2
-    program = headed("fsdp=2", 4, 2**12, mw.Plan.fsdp("fsdp") + mw.Plan.keep("inp") + mw.Plan.keep("out"), True)
-    apart, root = (simulate(program, "h100", fusion="eager", buckets=b) for b in ("blocks", "blocks+root"))  # type: ignore[arg-type]
-    assert apart.seconds == root.seconds
-
-    def num_gathered(simulation: Any) -> int:
-        return [live.bytes for live in simulation.roles[0].at_peak if live.kind == "gathered"].count(weight)
-
-    def before_last_reduction(simulation: Any) -> int:
-        moment = max(span.start for span in simulation.spans if span.op == "reduce_scatter")
-        return [level for at, level in simulation.roles[0].memory if at < moment][-1]
-
-    assert (num_gathered(apart), num_gathered(root)) == (1, 2), "the embedding, too, is kept"
-    assert before_last_reduction(root) - before_last_reduction(apart) >= 2 * weight, "the head and its gradient"
-
-
 class Wide(nn.Module):
     """Blocks with three matmuls, of which nobody reads the third's result but the sum."""
 

@@ -14,7 +14,6 @@ from meshweave import whatif
 from meshweave.cli.command import option
 from meshweave.cli.job import MachineOptions, parse_bytes
 from meshweave.cli.screen import Screen, attributes_of, check_outputs, write_text
-from meshweave.cost.simulate.buckets import OF_BLOCKS
 from meshweave.cost.simulate.pipelines import Pipeline
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import MeshweaveError
@@ -37,9 +36,7 @@ class SimulateCommandOptions(MachineOptions):
     plan: list[str] = option(list, "as for plan; a single plan for all meshes, or a plan per mesh")
     pipeline: Pipeline = option("sequential", "how stages take the --accumulate microbatches")
     matmul_dtype: MatmulDtype | None = option(None, "dtype of the matmuls in repeated blocks")
-    buckets: str = option(
-        "none", "which collectives are merged: 'blocks' or 'blocks+root' (as FSDP does), or a size (25MiB)"
-    )
+    buckets: str = option("none", "which collectives are merged: 'blocks' (as FSDP does), or a size (25MiB)")
     report: Path | None = option(None, "write one HTML page")
     trace: Path | None = option(None, "write a Chrome trace, for Perfetto")
     diff: bool = option(False, "difference of two meshes: which moves changed, where time went")
@@ -54,7 +51,7 @@ def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
         raise MeshweaveError(
             "--diff compares two", got=f"{len(options.mesh)} meshes", expected="--mesh A --mesh B --diff"
         )
-    is_stated = options.buckets in ("none", *OF_BLOCKS)
+    is_stated = options.buckets in ("none", "blocks")
     buckets: Any = options.buckets if is_stated else parse_bytes(options.buckets, "--buckets")
     played = partial(
         whatif.simulate,

@@ -17,12 +17,10 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import block_name, origin_of
 
-Buckets = Literal["none", "blocks", "blocks+root"] | int
+Buckets = Literal["none", "blocks"] | int
 """`none`: every collective by itself. `blocks`: those of a kind and phase in the same block of the model
-(`model.layers.3`), or outside of blocks, are merged. `blocks+root`: the same, and in memory all parameters outside of
-blocks form a group, as in FSDP2's root module (see `simulate.memory`). A number: neighbours of a kind and phase are
-merged until they have that many bytes."""
-OF_BLOCKS = ("blocks", "blocks+root")
+(`model.layers.3`), or outside of blocks, are merged. A number: neighbours of a kind and phase are merged until they
+have that many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +38,11 @@ class Member:
 def check_buckets(buckets: Buckets) -> None:
     """Raises MeshweaveError for an unknown kind of buckets."""
     is_size = isinstance(buckets, int) and not isinstance(buckets, bool) and buckets > 0
-    if not is_size and buckets not in ("none", *OF_BLOCKS):
+    if not is_size and buckets not in ("none", "blocks"):
         raise MeshweaveError(
             "unknown buckets of collectives",
             got=repr(buckets),
-            expected="none, blocks, blocks+root, or bytes per bucket above 0",
+            expected="none, blocks, or bytes per bucket above 0",
         )
 
 

@@ -16,7 +16,7 @@ from torch import fx
 from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.hardware.work import Matmul, MemoryWork, Work
-from meshweave.cost.simulate.buckets import OF_BLOCKS, Buckets, Member, check_buckets, group_members
+from meshweave.cost.simulate.buckets import Buckets, Member, check_buckets, group_members
 from meshweave.cost.simulate.classify import known_kind
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, is_in_block, kernels_of
 from meshweave.cost.simulate.pipelines import (
@@ -83,15 +83,13 @@ class RoleTasks:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
     """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
-    and waits of collectives that share a flat buffer, bucket by bucket. `has_root_group`: everything outside of blocks
-    is a group of parameters (see `simulate.memory`)."""
+    and waits of collectives that share a flat buffer, bucket by bucket (see `simulate.memory`)."""
 
     schedule: Schedule
     tasks: tuple[SimulatedTask, ...]
     roles: tuple[RoleTasks, ...]
     streams: tuple[str, ...]
     flat: tuple[tuple[tuple[int, int], ...], ...] = ()
-    has_root_group: bool = False
 
 
 @dataclass(slots=True)
@@ -129,14 +127,12 @@ class _TaskLowering:
         schedule = Schedule(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
-        is_root = self.buckets == "blocks+root"
         return Tasks(
             schedule=schedule,
             tasks=tuple(self.tasks),
             roles=roles,
             streams=tuple(names),
             flat=tuple(self.flat),
-            has_root_group=is_root,
         )
 
     def add(self, task: SimulatedTask) -> int:
@@ -283,7 +279,7 @@ class _TaskLowering:
                     self.needs[self.waits[start]].append(task)
                     self.lengthen(self.waits[start], host)
         waits = [(s, self.waits[s]) for _, each in bucket for s in each.values() if s in self.waits]
-        if self.buckets in OF_BLOCKS and kind == "group" and waits:
+        if self.buckets == "blocks" and kind == "group" and waits:
             self.flat.append(tuple(waits))
         if len(bucket) > 1 and copy.op == "all_gather" and waits:
             self.lengthen(min(wait for _, wait in waits), self.unpacking(copy, bucket))
