@@ -27,7 +27,6 @@ def simulate(
     matmul_dtype: torch.dtype | str | None = None,
     title: str = "",
     buckets: Buckets = "none",
-    expandable_segments: bool = False,
 ) -> Simulation:
     """One training step of a compiled program (`step.program`) on a machine: time, exposed communication with its
     reasons, memory with the tensors at the peak. Deterministic. The cost of the simulation grows with the number of
@@ -42,7 +41,6 @@ def simulate(
     buckets: "blocks" or a number of bytes: which collectives are merged, to predict a system that flattens parameters
         (FSDP: "blocks", its flat buffers are in the memory) or gradients (DDP: 25 * 2**20). "none": as the program has
         them, merged by `overlap` or not.
-    expandable_segments: whether PYTORCH_CUDA_ALLOC_CONF sets them, for `reserved_bytes`.
 
     Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, a dtype without a cost.
     """
@@ -57,7 +55,6 @@ def simulate(
         tokens=tokens,
         title=title,
         buckets=buckets,
-        expandable_segments=expandable_segments,
         keeps_every_second_matmul=program.recompute == "selective",
     )
     simulation = simulate_roles(program.roles, machine, options)

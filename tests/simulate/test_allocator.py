@@ -73,10 +73,9 @@ def test_fragments_cost() -> None:
     assert allocator.reserved == 96 * MIB
 
 
-@pytest.mark.parametrize("is_expandable", [False, True])
-def test_random_sequences_keep_their_books(is_expandable: bool) -> None:
+def test_random_sequences_keep_their_books() -> None:
     chance = random.Random(0)
-    allocator, held, alive, peak = CachingAllocator(is_expandable), dict[int, int](), 0, 0
+    allocator, held, alive, peak = CachingAllocator(), dict[int, int](), 0, 0
     for _ in range(3000):
         if held and chance.random() < 0.5:
             handle = chance.choice(list(held))
@@ -100,24 +99,9 @@ def test_changes_in_pairs() -> None:
     assert reserved_bytes([(0, 30 * MIB, "s"), (0, 30 * MIB, "s"), (1, 30 * MIB, "s"), (2, 0, "s")]) == 30 * MIB
 
 
-def test_an_expandable_segment_grows_at_its_end() -> None:
-    """As test_fragments_cost, but what is free at the end of the segment counts, and nothing is rounded to segments."""
-    allocator = CachingAllocator(is_expandable=True)
-    handles = [allocator.allocate(16 * MIB, "s") for _ in range(4)]
-    assert allocator.reserved == 80 * MIB  # 16 free
-    allocator.free(handles[0])
-    allocator.free(handles[2])
-    allocator.allocate(32 * MIB, "s")
-    assert allocator.reserved == 100 * MIB, "grows by what the last 16 MiB lack, in chunks of 20"
-    allocator.free(handles[3])
-    allocator.allocate(32 * MIB, "s")
-    assert allocator.reserved == 100 * MIB, "neighbours are joined"
-
-
-def test_one_tensor_that_comes_and_goes_costs_an_expandable_segment_its_size() -> None:
+def test_one_tensor_that_comes_and_goes_costs_a_segment_where_it_does_not_fit() -> None:
     for sizes in ([100, 200, 300, 400], [64, 33, 7, 91]):
         changes = [(i, size * MIB, "s") for i, size in enumerate(sizes) for _ in range(2)]
-        assert max(sizes) * MIB <= reserved_bytes(changes, is_expandable=True) < (max(sizes) + 20) * MIB
         assert (
             reserved_bytes(changes)
             == sum(size + size % 2 for i, size in enumerate(sizes) if size > max([0, *sizes[:i]])) * MIB

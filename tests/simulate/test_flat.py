@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tests.simulate.test_buckets import WIDTH, compiled
@@ -120,11 +118,9 @@ def test_tensors_that_fit_without_the_blocks_between_them_are_said_to() -> None:
     assert not any("the allocator would reserve" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("is_expandable", [False, True])
-def test_the_peak_grows_by_the_same_with_each_layer_and_what_is_reserved_need_not(is_expandable: bool) -> None:
+def test_the_peak_grows_by_the_same_with_each_layer_and_what_is_reserved_need_not() -> None:
     """Free blocks that some layers leave unused, others fill: reserved bytes are not on a line, so none is drawn."""
-    options: dict[str, Any] = {"fusion": "eager", "expandable_segments": is_expandable}
-    found = [simulate(headed("", blocks, 2**12), "h100", **options) for blocks in (2, 4, 6)]
+    found = [simulate(headed("", blocks, 2**12), "h100", fusion="eager") for blocks in (2, 4, 6)]
     peaks = [one.peak_bytes for one in found]
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0] > 0
     for one in found:

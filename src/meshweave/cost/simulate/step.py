@@ -35,7 +35,6 @@ class SimulateOptions:
     value), other matmuls keep theirs.
     tokens: of the whole batch, for tokens/s. title: for reports.
     buckets: which collectives are merged, as in systems that flatten parameters (see `simulate.buckets`).
-    expandable_segments: as in PYTORCH_CUDA_ALLOC_CONF, for the bytes that the allocator reserves.
     keeps_every_second_matmul: the step recomputes with policy "selective", for which eager mode stores results whether
     or not they are read (see `simulate.storage_intervals`).
     """
@@ -47,7 +46,6 @@ class SimulateOptions:
     tokens: int = 0
     title: str = ""
     buckets: Buckets = "none"
-    expandable_segments: bool = False
     keeps_every_second_matmul: bool = False
 
 
@@ -66,7 +64,7 @@ def simulate_roles(
     times = times_of(tasks, profile.compute_slowdown)
     exposure = exposure_of(tasks, times)
     holding = LifetimeRules(fusion, options.microbatches - 1, options.keeps_every_second_matmul)
-    memories = [memory_of(tasks, i, times, holding, options.expandable_segments) for i in range(len(roles))]
+    memories = [memory_of(tasks, i, times, holding) for i in range(len(roles))]
     return _result(tasks, times, exposure, memories, profile, options, fusion)
 
 
