@@ -209,11 +209,8 @@ def write(found: list[tuple[Case, Setup, Simulation]]) -> None:
     ]
     for (case, setup, one), error in zip(found, errors, strict=True):
         peak = one.reserved_bytes / GIB
-        memory = (
-            f"{case.memory_gib:.1f} / {peak:.1f} ({peak / case.memory_gib - 1:+.1%})"
-            if case.memory_gib
-            else f"{peak:.1f}"
-        )
+        published = case.memory_gib
+        memory = f"{published:.1f} / {peak:.1f} ({peak / published - 1:+.1%})" if published else ""
         lines.append(
             f"| {case.what} | {setup.profile} | {case.tokens_per_s:,.0f} | {one.tokens_per_s_per_gpu:,.0f} "
             f"| {error:+.1%} | {one.seconds:.3f} | {one.exposed_seconds:.3f} | {memory} |"

@@ -81,14 +81,12 @@ def _source(name: str, model: nn.Module, loss: Loss, make: Callable[[int], Any])
 
 
 def _as_double(source: Source) -> Source:
-    def make(index: int) -> Any:
-        return _map_tensors(lambda t: t.double() if t.is_floating_point() else t, source.make_batch(index))
-
-    return _source(source.name, source.model.double(), source.loss, make)
+    return _source(source.name, source.model.double(), source.loss, lambda index: in_float64(source.make_batch(index)))
 
 
-def _map_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, batch)
+def in_float64(batch: Any) -> Any:
+    """The batch with floating-point tensors in float64."""
+    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
 
 
 def _count(batch: Any) -> tuple[int, str]:

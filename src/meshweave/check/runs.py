@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshweave.capture.batch import call_model, split_loss
 from meshweave.capture.param_dtype import ParamDtype
+from meshweave.capture.sources import in_float64
 from meshweave.capture.step import Precision, Substituted, cast_for_eager
 from meshweave.capture.step_inputs import state_name
 from meshweave.capture.trace import GlobalRandom
@@ -96,12 +97,6 @@ class RunRecord:
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU."""
     return {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-
-
-def in_float64(batch: Any) -> Any:
-    """The batch with floating-point tensors in float64."""
-    wide = lambda leaf: leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf  # noqa: E731
-    return pytree.tree_map(wide, batch)
 
 
 def record(trainee: Trainee, batches: Callable[[int], Any], steps: int) -> RunRecord:
