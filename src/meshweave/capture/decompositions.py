@@ -59,6 +59,10 @@ def _var_mean(
     return var.to(dtype), (wide if keepdim else wide.reshape(var.shape)).to(dtype)
 
 
+def _std(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
+    return _var(x.to(wide_dtype(x.dtype)), dim, correction=correction, keepdim=keepdim).sqrt().to(x.dtype)
+
+
 def _var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
     return _var(x, dim, correction=int(unbiased), keepdim=keepdim)
 
@@ -75,6 +79,15 @@ def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
 
 def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return _scaled_sum(bias, aten.bmm(a, b), beta, alpha)
+
+
+def _split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
+    return [aten.slice.Tensor(x, dim, at, min(at + size, x.shape[dim])) for at in range(0, x.shape[dim], size)]
+
+
+def _split_with_sizes(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [aten.slice.Tensor(x, dim, at, at + size) for at, size in zip(starts, sizes, strict=True)]
 
 
 def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -152,6 +165,13 @@ def _scatter_value(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     line = [-1 if d == dim % x.dim() else 1 for d in range(x.dim())]
     at = torch.arange(x.shape[dim], device=x.device).reshape(line)
     return torch.where(at == index, torch.full((), value, dtype=x.dtype, device=x.device), x)
+
+
+def _std_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(x.to(wide_dtype(x.dtype)), dim, correction=correction, keepdim=keepdim)
+    return var.sqrt().to(x.dtype), mean.to(x.dtype)
 
 
 def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -268,8 +288,7 @@ _FROM_TORCH = (  # names of ops whose decomposition is torch's
     "addmv addr aminmax block_diag diag_embed dist index_copy index_fill index_reduce linalg_cross nansum renorm "
     "rot90 take trace vdot _weight_norm_interface _unsafe_masked_index _unsafe_masked_index_put_accumulate "
     "expand_copy narrow_copy permute_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy "
-    "view_copy alias_copy max_unpool2d max_unpool3d pixel_shuffle pixel_unshuffle channel_shuffle "
-    "std std_mean split split_with_sizes unsafe_split unsafe_split_with_sizes zero fill"
+    "view_copy alias_copy max_unpool2d max_unpool3d pixel_shuffle pixel_unshuffle channel_shuffle"
 )
 
 _OWN: dict[Any, Callable[..., Any]] = {
@@ -277,10 +296,13 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.mean.default: _mean,
     aten.sum.default: _sum,
     aten.var.correction: _var,
+    aten.std.correction: _std,
     aten.var.dim: _var_dim,
     aten.var_mean.correction: _var_mean,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
     aten.unbind.int: _unbind,
     aten.stack.default: _stack,
     aten.slice_backward.default: _slice_backward,
@@ -294,6 +316,9 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten._embedding_bag_backward.default: _embedding_bag_backward,
     aten.embedding_renorm.default: _embedding_renorm,
     aten._sparse_coo_tensor_with_dims_and_tensors.default: _sparse_gradient,
+    aten.unsafe_split.Tensor: _split,
+    aten.unsafe_split_with_sizes.default: _split_with_sizes,
+    aten.std_mean.correction: _std_mean,
     aten.addbmm.default: _addbmm,
     aten.as_strided.default: as_strided,
     aten.put.default: _put,
@@ -302,6 +327,8 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten._efficientzerotensor.default: lambda size, **options: aten.full.default(
         size, 0, dtype=options.get("dtype"), device=options.get("device")
     ),
+    aten.zero.default: lambda x: torch.zeros_like(x),
+    aten.fill.Tensor: lambda x, value: value.to(x.dtype).expand(x.shape).clone(),
 }
 
 
