@@ -137,7 +137,7 @@ NOT_MODELLED = [
 
 TEXT = [
     "The runs of 2024-12 updated by foreach kernels, those of 2025 by fused ones. Memory: furthest off is 70B, whose",
-    "6 GiB are not explained.",
+    "7 GiB are not explained.",
 ]
 
 
