@@ -51,9 +51,9 @@ TABLE = Path(__file__).parent / "results" / "overlap.md"
 ABOUT = """\
 `python benchmarks/overlap_dumped.py`: graphs of github.com/meta-pytorch/autoparallel (tools/overlap_simulator), with
 its tables of seconds of collectives. Inductor is at the fastest of three settings, the list scheduler (overlap_list.py)
-at the fastest of three windows with three sets of buckets (rows with "list": an earlier one without buckets); of orders
-over the default cap (5% or 512 MiB above the graph as dumped), only where none is under it. Demands: ours at most 1.002
-of Inductor, 1.003 of the list scheduler. CPU seconds are those of a single run, beside other load."""
+at the fastest of three windows with three sets of buckets; of orders over the default cap (5% or 512 MiB above the
+graph as dumped), only where none is under it. Demands: ours at most 1.002 of Inductor, 1.003 of the list scheduler. CPU
+seconds are those of a single run, beside other load."""
 MIB = 2**20
 ROWS = {  # of the tables
     "all_gather": "all_gather_into_tensor",
