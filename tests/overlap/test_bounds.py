@@ -141,6 +141,19 @@ def test_kernels_between_two_communications_take_as_long_as_all_of_them() -> Non
     assert bound_of(problem) == seconds_of(problem, problem.order) == 2 + 9 + 4 + 1
 
 
+def test_a_long_kernel_stands_somewhere_in_the_chain() -> None:
+    """Four kernels of a second with two seconds of communication after each, and one of five: it has room in no gap.
+
+    The chain takes 12, all kernels 9; in a gap, or at the end beside the last communication, it takes three more."""
+    rows: list[Row] = []
+    for i in range(4):
+        before = (2 * i - 1,) if i else ()
+        rows += [(-1, 1.0, before, before), (0, 2.0, (2 * i,), ())]
+    problem = problem_of([*rows, (-1, 5.0, (), ())])
+    assert fastest(problem) == 15
+    assert bound_of(problem) == 15
+
+
 def test_what_is_not_before_a_long_communication_is_after_it() -> None:
     """Two kernels of two seconds, each with three of communication: before the long one they delay it by four, after it
     its channel has six left. The longest path takes 30, each stream alone less."""

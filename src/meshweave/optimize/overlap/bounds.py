@@ -1,5 +1,5 @@
 """A lower bound of the time of any order, merged or not: each stream has to do its work between its predecessors and
-successors."""
+successors, and a kernel, once begun, runs to its end."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from heapq import heappop, heappush, nlargest
 from meshweave.optimize.overlap.model import Problem
 
 # How much is examined: more would cost time, and less is still a valid bound. Between two communications of a
-# transformer's tensor parallelism there are 10 to 40 kernels; few communications are much longer than others.
+# transformer's tensor parallelism there are 10 to 40 kernels; of long kernels only those that are longer than a
+# communication count.
 _STRETCH = 32
 _LONG = 8
 
 
 def bound_of(problem: Problem) -> float:
-    """Seconds that every order takes at least, with any merges; the largest of three bounds.
+    """Seconds that every order takes at least, with any merges; the largest of four bounds.
 
     The critical path, where kernels between two communications run one by one (`_PathLengths`). The compute stream, and
     every channel, alone: the best preemptive order of its work, between the longest path to each item and the longest
-    path from it (Jackson's rule: Carlier, European Journal of Operational Research 11, 1982). What stream and
-    channel do before and after a long communication (`_bound_around`).
+    path from it (Jackson's rule: Carlier, European Journal of Operational Research 11, 1982). The critical path with
+    one long kernel more, at any place in it (`_bound_with_kernel`). What stream and channel do before and after a long
+    communication (`_bound_around`).
 
     Merging beats none of them: a merged collective takes at least as long as any part of it alone, and as long as the
     bytes of all its parts; it begins when all parts can and ends when all parts have. Start-ups that it may save are
@@ -40,7 +42,7 @@ def bound_of(problem: Problem) -> float:
         longest = max(longest, _preemptive_makespan([heads[i] for i in group], work, [tails[i] for i in group]))
     long = nlargest(_LONG, problem.starts, key=lambda c: (own[c], heads[c]))
     around = [_bound_around(problem, c, own, tails[c]) for c in long]
-    return max([longest, *around])
+    return max(longest, _bound_with_kernel(problem, heads, tails, own), *around)
 
 
 def _heads(problem: Problem, own: Sequence[float]) -> list[float]:
@@ -117,6 +119,22 @@ class _PathLengths:
         return longest
 
 
+def _bound_with_kernel(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> float:
+    """The critical path with a long kernel beside it, which runs before, after, or between two kernels of the path; the
+    following kernel begins when it is done. The minimum over these places, the maximum over the longest kernels."""
+    chain = _chain(problem, heads, tails, own)
+    on_chain = set(chain)
+    before = [0.0, *(heads[c] + own[c] for c in chain)]
+    after = [*(own[c] + tails[c] for c in chain), 0.0]
+    beside = [k for k, channel in enumerate(problem.channel) if channel < 0 and k not in on_chain]
+    longest = 0.0
+    for k in nlargest(_LONG, beside, key=lambda k: own[k]):
+        head, tail = heads[k], tails[k]
+        least = min(max(head, b) + own[k] + max(tail, a) for b, a in zip(before, after, strict=True))
+        longest = max(longest, least)
+    return longest
+
+
 def _bound_around(problem: Problem, start: int, own: Sequence[float], tail: float) -> float:
     """The kernels that a communication needs, itself, and then its tail, or what its channel has to do after it: each
     other communication of the channel either has all its kernels before this one, on the stream, or begins after it.
@@ -139,6 +157,22 @@ def _bound_around(problem: Problem, start: int, own: Sequence[float], tail: floa
         if problem.channel[c] == problem.channel[start] and c not in seen:
             beside += min(kernels_before(c), own[c] - problem.startup[c])
     return before + own[start] + max(beside, tail)
+
+
+def _chain(problem: Problem, heads: Sequence[float], tails: Sequence[float], own: Sequence[float]) -> list[int]:
+    """Kernels along the longest path, each of which needs the previous kernel."""
+    channel = problem.channel
+    if not own:
+        return []
+    middle = max(range(len(own)), key=lambda i: (heads[i] + own[i] + tails[i], i))
+    chain = [middle]
+    while needs := [*(d for d in problem.deps[chain[-1]] if channel[d] < 0), *problem.waits[chain[-1]]]:
+        chain.append(max(needs, key=lambda d: (heads[d] + own[d], d)))
+    chain.reverse()
+    users = problem.users()
+    while later := [u for u in users[chain[-1]] if channel[chain[-1]] < 0 or chain[-1] in problem.waits[u]]:
+        chain.append(max(later, key=lambda u: (own[u] + tails[u], -u)))
+    return [i for i in chain if channel[i] < 0]
 
 
 def _preemptive_makespan(heads: Sequence[float], work: Sequence[float], tails: Sequence[float]) -> float:
