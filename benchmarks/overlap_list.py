@@ -115,8 +115,8 @@ class ListScheduler:
                 sources[node] = (frozenset(), frozenset((begun[start],)))
                 continue
             nodes = [*inside.get(node, ()), node]
-            known = [sources[n] for own in nodes for n in own.all_input_nodes if n in sources]
-            needs, reads = (frozenset[int]().union(*(x[k] for x in known)) for k in (0, 1))
+            operands = [sources[n] for own in nodes for n in own.all_input_nodes if n in sources]
+            needs, reads = (frozenset[int]().union(*(x[k] for x in operands)) for k in (0, 1))
             if collective_of(node) is None and is_free(node):
                 sources[node] = (needs, reads)
                 continue
@@ -156,12 +156,12 @@ class ListScheduler:
     def account(self) -> None:
         """The storages of items, and how many items use each; those that live from the begin on are there."""
         held = storage_bytes(self.graph)
-        kept = {s for n in self.graph.find_nodes(op="output") for x in n.all_input_nodes for s in held[x]}
+        lasting = {s for n in self.graph.find_nodes(op="output") for x in n.all_input_nodes for s in held[x]}
         for node in self.graph.find_nodes(op="placeholder"):
-            kept |= set(held[node]) if node.name.startswith("primals") or not node.users else set()
+            lasting |= set(held[node]) if node.name.startswith("primals") or not node.users else set()
             self.sizes |= held[node]
         self.live = sum(self.sizes.values())
-        self.counts = dict.fromkeys(kept, 1)
+        self.counts = dict.fromkeys(lasting, 1)
         for item in self.items:
             used = {s: size for n in item.nodes for x in (n, *n.all_input_nodes) for s, size in held[x].items()}
             item.allocates = {s: size for s, size in used.items() if s not in self.sizes}

@@ -89,12 +89,12 @@ def costs_for(
     """The costs for `profile` on `world`. All ranks of a job call it together and get the same.
 
     Cost objects are used unchanged; "alpha-beta" is an AlphaBeta, another name or a file a machine profile; a job warns
-    if its links are far from those of a file. None and
-    "auto" are, in a job of several processes, measured once (about 10 s) and cached in `cache_directory()`, by hosts,
-    devices, addresses, backend, number of processes and versions. GPUs with a built-in profile have its compute, and
-    only links are measured (at most 5 s): the name of a GPU does not tell its network. With None, nothing is measured
-    for a step that `is_small` (`SMALL_BYTES`): it takes an AlphaBeta, or the built-in profile. Virtual devices of a
-    process have no links: only relative costs of moves matter, for which an AlphaBeta is enough.
+    if its links are far from those of a file. None and "auto" are, in a job of several processes, measured once (about
+    10 s) and cached in `cache_directory()`, by hosts, devices, addresses, backend, number of processes and versions.
+    GPUs with a built-in profile have its compute, and only links are measured (at most 5 s): the name of a GPU does not
+    tell its network. With None, nothing is measured for a step that `is_small` (`SMALL_BYTES`): it takes an AlphaBeta,
+    or the built-in profile. Virtual devices of a process have no links: only relative costs of moves matter, for which
+    an AlphaBeta is enough.
     """
     if isinstance(profile, str) and profile not in (AUTO, ALPHA_BETA):
         costs, trouble = load_profile(profile), ""

@@ -126,9 +126,9 @@ def _bound_with_kernel(problem: Problem, heads: Sequence[float], tails: Sequence
     on_chain = set(chain)
     before = [0.0, *(heads[c] + own[c] for c in chain)]
     after = [*(own[c] + tails[c] for c in chain), 0.0]
-    beside = [k for k, channel in enumerate(problem.channel) if channel < 0 and k not in on_chain]
+    others = [k for k, channel in enumerate(problem.channel) if channel < 0 and k not in on_chain]
     longest = 0.0
-    for k in nlargest(_LONG, beside, key=lambda k: own[k]):
+    for k in nlargest(_LONG, others, key=lambda k: own[k]):
         head, tail = heads[k], tails[k]
         least = min(max(head, b) + own[k] + max(tail, a) for b, a in zip(before, after, strict=True))
         longest = max(longest, least)

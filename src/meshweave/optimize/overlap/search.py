@@ -198,13 +198,13 @@ class OrderSearch:
         """Orders of a set of buckets by every method that has not been tried with it; not by methods that are much
         slower than others with the sample of buckets."""
         done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == buckets}
-        known = {(policy, shape.fold): c.seconds[0] for c, shape, policy in self.sampled()}
-        slowest = (1 + (_FAR if self.sample else _HOPELESS)) * min(known.values(), default=inf)
+        seconds = {(policy, shape.fold): c.seconds[0] for c, shape, policy in self.sampled()}
+        slowest = (1 + (_FAR if self.sample else _HOPELESS)) * min(seconds.values(), default=inf)
         where = f", {len(buckets)} buckets" if buckets else ""
         return [
             self.schedule(name + where, self.shape(buckets, method[1]), method[0])
             for name, method in self.methods().items()
-            if not buckets or (method not in done and known.get(method, inf) <= slowest)
+            if not buckets or (method not in done and seconds.get(method, inf) <= slowest)
         ]
 
     def sampled(self) -> list[tuple[OrderCandidate, _Shape, Policy]]:
