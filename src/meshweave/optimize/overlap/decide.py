@@ -9,19 +9,20 @@ from math import isfinite
 from meshweave.cost.simulate.clock import Slowdown
 from meshweave.errors import MeshweaveError
 from meshweave.optimize.overlap.bounds import bound_of
+from meshweave.optimize.overlap.choose import OrderChoice, choose
 from meshweave.optimize.overlap.explain import collective_rows, exposed_of, merge_rows
 from meshweave.optimize.overlap.merge import Merger
 from meshweave.optimize.overlap.model import Order
 from meshweave.optimize.overlap.play import SCENARIOS, live_at_peak, peak_of, play, seconds_of
 from meshweave.optimize.overlap.read import Reading
 from meshweave.optimize.overlap.report import INPUT, CandidateRow, Deferred, OverlapReport
-from meshweave.optimize.overlap.search import OrderCandidate, OrderChoice, OrderSearch, choose
+from meshweave.optimize.overlap.search import OrderCandidate, OrderSearch
 from meshweave.optimize.overlap.waits import hoist_continuations, sunk_waits, with_waits
 from meshweave.optimize.overlap.write_buckets import rewrite
 
 _SLACK = 0.05  # how far above the input order's peak an order may go if the caller sets no cap
 _SLACK_BYTES = 512 << 20
-_SUNK = 5e-4  # with `search._NEAR` 0.2%: what a looser cap may cost at most
+_SUNK = 5e-4  # with `choose._NEAR` 0.2%: what a looser cap may cost at most
 
 
 class NoOrderError(MeshweaveError):
@@ -35,7 +36,8 @@ class OverlapOptions:
     bucket: whether collectives may be merged. communication_factor: factor on all estimates of communication, if they
     are known to be off.
     choose: "regret" chooses, among orders within 0.15% of the fastest under the nominal costs, that with the least
-    worst-case loss over `problem.scenarios`; "nominal" the fastest.
+    worst-case loss over `play.SCENARIOS`, or a slower one, by 1.25% at most, that loses far less with slower
+    communication; "nominal" the fastest.
     orders: orders to compare with, as names of nodes: the result is never slower than any of them. They contain starts
     and kernels, and optionally waits; views are placed where they are needed.
     """

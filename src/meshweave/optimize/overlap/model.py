@@ -61,6 +61,13 @@ class Problem:
     def starts(self) -> list[int]:
         return [i for i, channel in enumerate(self.channel) if channel >= 0]
 
+    def work(self) -> list[float]:
+        """Seconds of all communications by channel, and last those of all kernels."""
+        work = [0.0] * (len(self.channels) + 1)
+        for channel, seconds, copy in zip(self.channel, self.seconds, self.copy, strict=True):
+            work[channel] += copy if channel >= 0 else seconds
+        return work
+
     def users(self) -> list[list[int]]:
         """Per item the items that come after it or need its communication complete (twice, if both). Computed once,
         when the problem is complete."""

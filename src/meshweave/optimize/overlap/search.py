@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from math import inf
 
@@ -12,7 +12,7 @@ from meshweave.optimize.overlap.improve import fill_stall
 from meshweave.optimize.overlap.merge import Bucket, Merged, Merger
 from meshweave.optimize.overlap.model import Order
 from meshweave.optimize.overlap.outline import FOLDS, Fold, Folded, Outline, fold
-from meshweave.optimize.overlap.play import NOMINAL, SCENARIOS, SLOW, peak_of, play, seconds_of
+from meshweave.optimize.overlap.play import peak_of, play, seconds_of
 from meshweave.optimize.overlap.ready_queue import Policy, schedule
 
 Method = tuple[Policy, Fold]  # how an order is computed: a policy, and which items are one
@@ -49,9 +49,8 @@ _HOPELESS = 0.1  # orders that are slower by more are given up; methods, too, if
 _CLOSE = 5e-3  # buckets that are slower than none by less are scheduled by all methods
 _HARDLY = 0.01  # sizes that are slower by less are tried again by another method
 _BUSY = 0.9  # the work of links, as a share of that of compute, from which more sizes are tried
-_NEAR = 1.5e-3  # what robustness may cost of the nominal time
 _RAMP = 3  # then the first gather is an eighth of a bucket, otherwise the last reduction
-_SMALL = 600  # items up to which single merges are tried
+SMALL = 600  # items up to which single merges are tried
 _STEPS = 12_000  # items that they may schedule: bounds their time
 # Fractions of the peak of the input order: rungs of memory under which orders are searched, each where orders differ
 # from those of the previous rung, and then no limit at all. They do not depend on the cap, and only orders up to it are
@@ -64,7 +63,7 @@ _MOVES = 40_000  # items that moves from the fastest order may play under each l
 _STALLS = 4  # stalls of an order that are filled
 _GAIN = 2e-4  # a move that helps less is not taken
 _MOVED = ", moved"
-_ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and copies
+ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,8 @@ class OrderSearch:
     # the order of least peak, independent of the cap: a cap that the user can ask for
     least: OrderCandidate | None = None
     spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of methods, see `span`
-    tried: dict[tuple[float, float], float] = field(default_factory=dict)  # sizes of buckets -> seconds
-    bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # the same by buckets
+    tried: dict[tuple[float, float], tuple[Bucket, ...]] = field(default_factory=dict)  # sizes -> buckets
+    bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # and the seconds of their fastest order
     sample: tuple[Bucket, ...] = ()  # the buckets by which methods are compared
     improved: set[int] = field(default_factory=set)  # candidates from which moves were tried
 
@@ -260,11 +259,11 @@ class OrderSearch:
         """The fastest candidate so far under the nominal costs; ties go to the least work of links."""
         pool = [c for c in self.judged if c.peak <= self.room] or self.judged
         fastest = min(c.seconds[0] for c in pool)
-        return min((c for c in pool if c.seconds[0] <= fastest * (1 + _ENOUGH)), key=lambda c: (c.busy, c.seconds[0]))
+        return min((c for c in pool if c.seconds[0] <= fastest * (1 + ENOUGH)), key=lambda c: (c.busy, c.seconds[0]))
 
     @property
     def is_small(self) -> bool:
-        return self.merger.reading.problem.num_items <= _SMALL
+        return self.merger.reading.problem.num_items <= SMALL
 
     def shape(self, buckets: tuple[Bucket, ...], which: Fold = "inputs") -> _Shape:
         if (buckets, which) not in self.shapes:
@@ -300,20 +299,18 @@ class OrderSearch:
                 (buckets,) = self.bucketed
                 self.schedule_all(buckets)
                 self.sample, seconds = buckets, self.try_buckets(gathers, reductions)
-            if seconds > (1 + _FAR) * min(self.tried.values()) and not self.is_small:
+            if seconds > (1 + _FAR) * min(self.bucketed.values()) and not self.is_small:
                 break
         if self.is_small:
             self.climb()
         elif self.is_busy:
             self.resize()
+            self.lighten()
 
     def load(self) -> float:
         """Work of the busiest channel relative to that of the compute stream."""
-        problem = self.merger.reading.problem
-        of = [0.0] * (len(problem.channels) + 1)
-        for channel, seconds, copy in zip(problem.channel, problem.seconds, problem.copy, strict=True):
-            of[channel] += copy if channel >= 0 else seconds
-        return max(of[:-1], default=0.0) / of[-1] if of[-1] else inf
+        *links, compute = self.merger.reading.problem.work()
+        return max(links, default=0.0) / compute if compute else inf
 
     def try_buckets(self, gathers: float, reductions: float, methods: Sequence[Method] = ()) -> float:
         """Schedule buckets of these sizes, by `methods` or the leading methods; returns the seconds."""
@@ -326,7 +323,7 @@ class OrderSearch:
         tried = self.all_by(name, buckets, rest) if rest else []
         best, is_new = min(self.bucketed.values(), default=inf), buckets not in self.bucketed
         fastest = min(c.seconds[0] for c, *_ in self.attempts if c.merged.buckets == merged_buckets)
-        self.bucketed[buckets] = self.tried[gathers, reductions] = fastest
+        self.tried[gathers, reductions], self.bucketed[buckets] = buckets, fastest
         # To choose from: hardly slower, and good on slower links.
         is_close = fastest <= (1 + _FAR) * best and is_new and tried
         if is_close and self.is_careful and self.is_busy and not self.is_small:
@@ -342,17 +339,31 @@ class OrderSearch:
 
     def resize(self) -> None:
         """Other sizes, also for gathers than for reductions, by the method of the fastest order, while that helps."""
-        least = min(self.tried.values())
-        for pair in [pair for pair, seconds in self.tried.items() if seconds <= (1 + _HARDLY) * least]:
+        most = (1 + _HARDLY) * min(self.bucketed.values())
+        for pair in [pair for pair, buckets in self.tried.items() if self.bucketed[buckets] <= most]:
             self.try_buckets(*pair, self.fastest_method())
-        (gathers, reductions), best = min(self.tried.items(), key=lambda item: item[1])
+        gathers, reductions = min(self.tried, key=lambda pair: self.bucketed[self.tried[pair]])
+        best = self.bucketed[self.tried[gathers, reductions]]
         while True:
             around = ((gathers / 1.5, reductions), (gathers, reductions / 1.5))
             methods = list(dict.fromkeys((*self.fastest_method(), *self.leading())))
             seconds, *sizes = min((self.try_buckets(g, r, methods), g, r) for g, r in around)
-            if seconds >= best * (1 - _ENOUGH):
+            if seconds >= best * (1 - ENOUGH):
                 return
             best, (gathers, reductions) = seconds, sizes
+
+    def lighten(self) -> None:
+        """Where the busiest link never pauses in the fastest order, only buckets with less work of that link can be
+        faster: the best of them are scheduled by all methods."""
+        best = self.best()
+        links = max(best.merged.problem.work()[:-1])
+        if best.seconds[0] <= (1 + _CLOSE) * links:
+            light = (1 - ENOUGH) * links
+            lighter = [b for b in self.bucketed if max(self.shape(b).merged.problem.work()[:-1]) < light]
+            if lighter:
+                buckets = min(lighter, key=lambda b: self.bucketed[b])
+                seconds = (c.seconds[0] for c in self.schedule_all(buckets))
+                self.bucketed[buckets] = min(self.bucketed[buckets], *seconds)
 
     def fastest_method(self) -> tuple[Method, ...]:
         """The method of the fastest order with buckets so far, if any."""
@@ -377,7 +388,7 @@ class OrderSearch:
         if self.is_small:
             return [method for method, _ in best[:3]]
         (first, least), *others = best
-        return [first, *[method for method, s in others if method[1] != first[1] and s <= (1 + _ENOUGH) * least][:1]]
+        return [first, *[method for method, s in others if method[1] != first[1] and s <= (1 + ENOUGH) * least][:1]]
 
     def climb(self) -> None:
         """Move to the best neighbour of the best candidate (buckets merged or split) within a fixed effort."""
@@ -419,64 +430,3 @@ def _sort_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
 
 def _size(size: float) -> str:
     return "any size" if size == inf else f"{size / 1e6:.0f} MB"
-
-
-@dataclass(frozen=True, slots=True)
-class OrderChoice:
-    """The chosen candidate, all of them as judged under every scenario, and the worst-case loss of the chosen order
-    against the best of each scenario."""
-
-    chosen: OrderCandidate
-    candidates: tuple[OrderCandidate, ...]
-    regret: float
-
-
-def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule: str, protected: int) -> OrderChoice:
-    """Among the candidates almost as fast as the fastest under nominal costs, that with the least worst-case regret
-    over the scenarios; with `rule` "nominal" the fastest.
-
-    The first `protected` candidates are the input order and the caller's: the chosen order is never slower than any of
-    them under nominal costs. The fastest of the others are judged under all scenarios (fewer in a large graph), and the
-    fastest where communication takes twice as long.
-    """
-    most = 6 if candidates[0].merged.problem.num_items <= _SMALL else 4
-    ranked = sorted(candidates[protected:], key=lambda c: (c.seconds[0], c.busy))
-    pool = [*candidates[:protected], *_distinct(ranked, most)]
-    slow: dict[int, float] = {}  # by candidate, where communication takes twice as long
-    if len(ranked) > most:
-        slow |= {id(c): SLOW.seconds(c.merged.problem, c.order, slowdown) for c in ranked}
-        rest = [c for c in ranked if not any(c is pooled for pooled in pool)]
-        pool += sorted(rest, key=lambda c: slow[id(c)])[: most // 2]
-    judged = [_judge(c, slowdown, slow.get(id(c))) for c in pool]
-    limit = min((c.seconds[0] for c in judged[:protected]), default=inf)
-    best = [min(c.seconds[k] for c in judged) for k in range(len(SCENARIOS))]
-    regrets = [max(_regret(s, b) for s, b in zip(c.seconds, best, strict=True)) for c in judged]
-    able = [i for i, c in enumerate(judged) if c.seconds[0] <= limit * (1 + 1e-12)]
-    if rule == "nominal":
-        fastest = min(judged[i].seconds[0] for i in able)
-        near = [i for i in able if judged[i].seconds[0] <= fastest * (1 + _ENOUGH)]
-        chosen = min(near, key=lambda i: (judged[i].busy, judged[i].seconds[0]))
-    else:
-        near = [i for i in able if judged[i].seconds[0] <= (1 + _NEAR) * min(judged[k].seconds[0] for k in able)]
-        chosen = min(near, key=lambda i: (round(regrets[i], 4), judged[i].busy, judged[i].seconds[0], i))
-    return OrderChoice(judged[chosen], tuple(judged), regrets[chosen])
-
-
-def _distinct(ranked: Sequence[OrderCandidate], most: int) -> list[OrderCandidate]:
-    """The first `most` that differ in order or buckets, and the careful orders, which are not the fastest."""
-    distinct: dict[tuple[int, ...], OrderCandidate] = {}
-    for c in ranked:
-        if len(distinct) < most or "communication x" in c.name:
-            distinct.setdefault((*c.order, len(c.merged.buckets)), c)
-    return list(distinct.values())
-
-
-def _judge(c: OrderCandidate, slowdown: Slowdown | None, slow: float | None) -> OrderCandidate:
-    """The candidate under every scenario; `slow`: its seconds under SLOW, if known."""
-    problem, rest = c.merged.problem, [s for s in SCENARIOS if s is not NOMINAL]
-    seconds = [slow if s is SLOW and slow is not None else s.seconds(problem, c.order, slowdown) for s in rest]
-    return replace(c, seconds=(c.seconds[0], *seconds))
-
-
-def _regret(seconds: float, best: float) -> float:
-    return seconds / best - 1 if best else float(seconds > 0)
