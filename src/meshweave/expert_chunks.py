@@ -55,7 +55,7 @@ def built_in_chunks(
     search = Search[_Built](least_gain=pipeline.least_gain, budget=pipeline.budget)
 
     def seconds_of(roles: tuple[RankGraph, ...]) -> float:
-        return MeshProgram(roles, microbatches=microbatches).seconds(costs)
+        return MeshProgram(roles, microbatches=microbatches).seconds(costs).total
 
     written = {each: split_captured(step, each.num_chunks[0], num_devices) for each in split.alternatives}
 

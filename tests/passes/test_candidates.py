@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from torch import fx
 
-from meshweave.cost.simulate.step import BusySeconds
+from meshweave.cost.simulate.step import StepSeconds
 from meshweave.errors import VerifyError
 from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.passes.base import Numerics, Pass, Stage
@@ -40,11 +40,9 @@ class Words:
         if "broken" in self.text:
             raise VerifyError("broken")
 
-    def seconds(self, costs: Any) -> float:
-        return self.times[self.text.removesuffix("!")]
-
-    def busy_seconds(self, costs: Any) -> BusySeconds:
-        return BusySeconds(self.times.get("compute", 0.0), self.times.get("communication", 0.0))
+    def seconds(self, costs: Any) -> StepSeconds:
+        total = self.times[self.text.removesuffix("!")]
+        return StepSeconds(total, self.times.get("compute", 0.0), self.times.get("communication", 0.0))
 
     def agreed(self, choice: int) -> int:
         return choice

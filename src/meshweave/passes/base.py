@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 from torch import fx
 
 from meshweave.capture.recompute import Cuts
-from meshweave.cost.simulate.step import BusySeconds, busy_seconds_of_step, seconds_of_step
+from meshweave.cost.simulate.step import StepSeconds, seconds_of_step
 from meshweave.ir.device_program import R, Rewrite, rewrite_role
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
@@ -46,11 +46,8 @@ class PassProgram(Protocol):
     def verify(self, before: Self) -> None:
         """Raise VerifyError for what the pass from `before` to this program broke."""
 
-    def seconds(self, costs: Any) -> float:
+    def seconds(self, costs: Any) -> StepSeconds:
         """Seconds in simulation; infinite if it cannot run under its cap."""
-
-    def busy_seconds(self, costs: Any) -> BusySeconds:
-        """How long a step computes and communicates at least; 0 if unknown."""
 
     def agreed(self, choice: int) -> int:
         """The choice among candidates on which all processes that decide together agree."""
@@ -68,7 +65,7 @@ class MeshProgram:
     microbatches: int = 1
     memory_cap_bytes: int | None = None
     keeps_gradients: bool = False
-    simulated: tuple[tuple[RankGraph, ...], float] | None = None
+    simulated: tuple[tuple[RankGraph, ...], StepSeconds] | None = None
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -87,16 +84,13 @@ class MeshProgram:
         for role in self.roles:
             verify_rank(role)
 
-    def with_simulated(self, roles: tuple[RankGraph, ...], seconds: float) -> MeshProgram:
+    def with_simulated(self, roles: tuple[RankGraph, ...], seconds: StepSeconds) -> MeshProgram:
         return replace(self, roles=roles, simulated=(roles, seconds))
 
-    def seconds(self, costs: Any) -> float:
+    def seconds(self, costs: Any) -> StepSeconds:
         if self.simulated is not None and self.simulated[0] is self.roles:
             return self.simulated[1]
         return seconds_of_step(self.roles, costs, self.microbatches)
-
-    def busy_seconds(self, costs: Any) -> BusySeconds:
-        return busy_seconds_of_step(self.roles, costs, self.microbatches)
 
     def agreed(self, choice: int) -> int:
         return choice  # all processes have the same costs

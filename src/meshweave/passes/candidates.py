@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import fx
 
+from meshweave.cost.simulate.step import StepSeconds
 from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.passes.base import Pass, PassProgram, Report, named
 from meshweave.search import Budget, Candidate, Search
@@ -76,9 +77,13 @@ class Branch(Generic[Q]):
         return self.finished.name
 
     @cached_property
-    def seconds(self) -> float:
+    def simulated(self) -> StepSeconds:
         """Simulated seconds of a step; infinite if it does not run under its cap."""
-        return self.finished.program.seconds(self.costs) if self.finished.unfit is None else math.inf
+        return self.finished.program.seconds(self.costs) if self.finished.unfit is None else StepSeconds(math.inf)
+
+    @property
+    def seconds(self) -> float:
+        return self.simulated.total
 
 
 @dataclass(kw_only=True)
@@ -116,8 +121,8 @@ class ProgramSearch(Search[Branch[Q]], Generic[Q]):
         hopeless = set[str]()
         if self.least_gain <= 0 or branch.finished.unfit is not None or not compared:
             return hopeless
-        busy, limit = branch.finished.program.busy_seconds(self.costs), branch.seconds * (1 - self.least_gain)
-        least = {"compute": busy.compute, "communication": busy.communication}
+        limit = branch.seconds * (1 - self.least_gain)
+        least = {"compute": branch.simulated.compute, "communication": branch.simulated.communication}
         for each in compared:  # what one has shortened may help those after it
             least["compute"] *= not each.saves_compute
             least["communication"] *= not each.saves_communication

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.cost.simulate.step import BusySeconds
+from meshweave.cost.simulate.step import StepSeconds
 from meshweave.errors import VerifyError
 from meshweave.ir.device_program import R, Rewrite, graph_program
 from meshweave.ir.graph import output_node
@@ -64,18 +64,15 @@ class GraphProgram:
                 expected=f"{wrong[1]}, as before",
             )
 
-    def seconds(self, costs: Any) -> float:
+    def seconds(self, costs: Any) -> StepSeconds:
         if self.ordered_seconds is not None:
-            return self.ordered_seconds
+            return StepSeconds(self.ordered_seconds)
         cap = self.memory_cap_bytes
         try:
             report = overlap(self.module, cost=costs, memory_cap_bytes=cap, groups=self.groups, options=self.order)[1]
         except NoOrderError:
-            return float("inf")
-        return report.seconds
-
-    def busy_seconds(self, costs: Any) -> BusySeconds:
-        return BusySeconds()
+            return StepSeconds(float("inf"))
+        return StepSeconds(report.seconds)
 
     def agreed(self, choice: int) -> int:
         if self.agree is None:

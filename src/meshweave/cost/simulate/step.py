@@ -68,29 +68,31 @@ def simulate_roles(
     return _result(tasks, times, exposure, memories, profile, options, fusion)
 
 
-def seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1) -> float:
-    """The seconds of `simulate_roles` alone, for searches."""
-    profile.check_mesh(roles[0].mesh)
-    tasks = lower_tasks(roles, profile, default_fusion(profile), microbatches)
-    return times_of(tasks, profile.compute_slowdown).seconds
-
-
 @dataclass(frozen=True, slots=True)
-class BusySeconds:
-    """How long a step uses what it uses most: `compute`, the kernels of a role; `communication`, a channel."""
+class StepSeconds:
+    """Seconds of a simulated step: `total`, and of what is used most: `compute`, the kernels of a role;
+    `communication`, a channel. 0 if unknown."""
 
+    total: float
     compute: float = 0.0
     communication: float = 0.0
 
 
-def busy_seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1) -> BusySeconds:
-    tasks = lower_tasks(roles, profile, default_fusion(profile), microbatches)
+def seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1) -> StepSeconds:
+    """What `simulate_roles` says of seconds alone, for searches."""
+    profile.check_mesh(roles[0].mesh)
+    return seconds_of_tasks(lower_tasks(roles, profile, default_fusion(profile), microbatches), profile)
+
+
+def seconds_of_tasks(tasks: Tasks, profile: MachineProfile) -> StepSeconds:
     streams, kernels = tasks.schedule.streams, [task.kernel is not None for task in tasks.tasks]
 
     def longest(streams: Sequence[Sequence[int]], of_kernels: bool) -> float:
         return max((sum(tasks.tasks[i].seconds for i in s if kernels[i] is of_kernels) for s in streams), default=0.0)
 
-    return BusySeconds(longest(streams[: len(roles)], True), longest(streams[len(roles) :], False))
+    num_roles = len(tasks.roles)
+    total = times_of(tasks, profile.compute_slowdown).seconds
+    return StepSeconds(total, longest(streams[:num_roles], True), longest(streams[num_roles:], False))
 
 
 def default_fusion(profile: MachineProfile) -> Fusion:

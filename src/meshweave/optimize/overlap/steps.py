@@ -9,7 +9,7 @@ from itertools import takewhile
 from torch import fx
 
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.cost.simulate.step import default_fusion, seconds_of_step, times_of
+from meshweave.cost.simulate.step import StepSeconds, default_fusion, seconds_of_step, seconds_of_tasks
 from meshweave.cost.simulate.tasks import Tasks, lower_tasks
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
@@ -219,7 +219,7 @@ class OrderedRoles:
 
     roles: tuple[RankGraph, ...]
     reports: tuple[OverlapReport, ...]
-    seconds: float
+    seconds: StepSeconds
 
 
 def overlap_roles(
@@ -252,13 +252,10 @@ def overlap_roles(
     ]
     new_roles, reports = tuple(role for role, _ in ordered), tuple(report for _, report in ordered)
     seconds = seconds_of_step(new_roles, profile, microbatches)
-    if microbatches == 1:
-        before = times_of(tasks, profile.compute_slowdown).seconds
-    else:
-        before = seconds_of_step(roles, profile, microbatches)
-    note = f"the simulated step takes {before * 1e3:.3f} ms as it was, {seconds * 1e3:.3f} ms in this order"
+    before = seconds_of_tasks(tasks, profile) if microbatches == 1 else seconds_of_step(roles, profile, microbatches)
+    note = f"the simulated step takes {before.total * 1e3:.3f} ms as it was, {seconds.total * 1e3:.3f} ms in this order"
     cap = memory_cap_bytes
     is_forced = cap is not None and any(report.peak_before > cap for report in reports)
-    if seconds <= before or is_forced:
+    if seconds.total <= before.total or is_forced:
         return OrderedRoles(new_roles, tuple(replace(r, notes=(*r.notes, note)) for r in reports), seconds)
     return OrderedRoles(tuple(map(copied, roles)), tuple(r.left(note) for r in reports), before)
