@@ -174,9 +174,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return torch.native_dropout(input, p, True)[0]
 
 
-# Indexing in the form for capture: at positions that the step computes, and of diagonals.
-
-_BASIC = (int, slice, type(None), type(...))
+# Indexing in the form for capture.
 
 
 def _is_position(index: Any) -> bool:
@@ -185,88 +183,37 @@ def _is_position(index: Any) -> bool:
     return is_integer and index.dim() == 0 and not index.is_floating_point()
 
 
-def _get_item(x: Tensor, index: Any) -> Tensor:
-    """Like torch's, whose result is a view: at a position that the step computes no op gives such a view."""
+def _refuse_positions(index: Any) -> None:
+    """CaptureError for a part at a position that the step computes: torch's is a view, which no op gives."""
     if any(map(_is_position, index if isinstance(index, tuple) else (index,))):
         raise CaptureError(
             "the model selects a part of a tensor at a position that the step computes",
             where=user_line(),
             got="x[i] with i a tensor of a single integer",
-            hint="x.index_select(0, i.view(1))[0], which copies it; x[i] = values to write, and to add "
-            "x.index_add_(0, i.view(1), more)",
+            hint="x.index_select(0, i.view(1))[0], which copies it; to write x.index_copy_(0, i.view(1), values[None]), "
+            "to add x.index_add_(0, i.view(1), more[None])",
         )
+
+
+def _get_item(x: Tensor, index: Any) -> Tensor:
+    _refuse_positions(index)
     return x[index]
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
-    """x[index] = value, also at positions that the step computes (a ring buffer), between integers and slices."""
-    parts = index if isinstance(index, tuple) else (index,)
-    at = [d for d, part in enumerate(parts) if _is_position(part)]
-    if not at or not all(d in at or type(part) in _BASIC for d, part in enumerate(parts)):
-        x[index] = value
-        return
-    chosen = x[tuple(slice(None) if d in at else part for d, part in enumerate(parts))]
-    places: list[Tensor | None] = [None] * chosen.dim()
-    for d in at:
-        # A copy, for the number counts at the time of the write.
-        places[_dim_of(parts, d, chosen.dim())] = parts[d].to(torch.int64, copy=True)
-    value = value.to(x.dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
-    while value.dim() > chosen.dim() - len(at) and value.shape[0] == 1:  # as torch does before it broadcasts
-        value = value.squeeze(0)
-    torch.ops.aten.index_put_(chosen, places, value)
-
-
-def _dim_of(parts: tuple[Any, ...], at: int, num_dims: int) -> int:
-    """The dim of the selected value to which part `at` of an index, a slice there, belongs."""
-    before, after = (sum(_keeps_dim(part) for part in some) for some in (parts[:at], parts[at + 1 :]))
-    is_behind_rest = any(part is ... for part in parts[:at])
-    return num_dims - 1 - after if is_behind_rest else before
-
-
-def _keeps_dim(part: Any) -> bool:
-    """Whether a part of an index stands for a dim of the result."""
-    return part is not ... and not isinstance(part, int)
+    _refuse_positions(index)
+    x[index] = value
 
 
 def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
-    """torch's writes through strides, which a value of the trace does not have. Wrapped around, it writes outside of
-    views, which stays the error that it is."""
-    is_wrapped = wrap and x.dim() == 2 and x.shape[0] > x.shape[1]
-    if x.dim() < 2 or (x.dim() > 2 and len({*x.shape}) > 1) or (is_wrapped and not x.is_contiguous()):
+    """torch's writes through strides, which a value of the trace does not have; of more dims, or wrapped around, that
+    stays an error."""
+    if x.dim() != 2 or (wrap and x.shape[0] > x.shape[1]):
         return x.fill_diagonal_(fill_value, wrap)
-    first, *rest = (torch.arange(n, device=x.device).view(-1, *[1] * (x.dim() - 1 - d)) for d, n in enumerate(x.shape))
-    if is_wrapped:
-        first = first % (x.shape[1] + 1)
-    on_diagonal = torch.stack([(first == other).expand(x.shape) for other in rest]).all(0)
-    return x.masked_fill_(on_diagonal, fill_value)
+    return x.masked_fill_(torch.eye(*x.shape, dtype=torch.bool, device=x.device), fill_value)
 
 
-# Losses of torch.nn.functional in the form for capture: they do not read data, and have static shapes.
-
-
-def _reduced(loss: Tensor, reduction: str) -> Tensor:
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not valid")
-    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
-
-
-def _gaussian_nll_loss(
-    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> Tensor:
-    """Like torch's, which also raises an error for a negative variance; here that counts as `eps`, as 0 does in
-    both."""
-    if not isinstance(var, Tensor):
-        return F.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
-    if var.shape == input.shape[:-1] and var.shape != input.shape:
-        var = var.unsqueeze(-1)
-    differ = [n for m, n in zip(input.shape, var.shape, strict=False) if m != n]
-    if input.dim() != var.dim() or differ not in ([], [1]):
-        raise ValueError("var is of incorrect size")
-    var = var.clone()
-    with torch.no_grad():
-        var.clamp_(min=eps)
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
-    return _reduced(loss + 0.5 * math.log(2 * math.pi) if full else loss, reduction)
+# A loss in the form for capture: it does not read data, and has static shapes.
 
 
 def _lengths(lengths: Any, like: Tensor) -> Tensor:
@@ -309,17 +256,10 @@ def _ctc_loss(
         loss = torch.where(loss == math.inf, 0.0, loss)
     if reduction == "mean":
         return (loss / counts.clamp(min=1)).mean()
-    return _reduced(loss if is_batched else loss.squeeze(0), reduction)
+    if reduction not in ("none", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    return loss.sum() if reduction == "sum" else loss if is_batched else loss.squeeze(0)
 
-
-def _ctc_loss_by_number(*args: Any, **options: Any) -> Tensor:
-    """torch.ctc_loss, whose reduction is a number."""
-    arguments = dict(zip(_OF_CTC, args, strict=False)) | options
-    number = arguments.pop("reduction", 1)
-    return _ctc_loss(**arguments, reduction=("none", "mean", "sum")[number])
-
-
-_OF_CTC = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
 
 # Recurrent layers of torch.nn in the form for capture: an op for each layer and direction.
 
@@ -364,8 +304,6 @@ _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
     F.ctc_loss: _ctc_loss,
-    torch.ctc_loss: _ctc_loss_by_number,
-    F.gaussian_nll_loss: _gaussian_nll_loss,
     Tensor.__getitem__: _get_item,
     Tensor.__setitem__: _set_item,
     Tensor.fill_diagonal_: _fill_diagonal,

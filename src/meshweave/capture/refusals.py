@@ -31,6 +31,7 @@ _FAILURES = (
         "for integers x below n: torch.zeros(n, device=x.device).index_add(0, x, w) with weights w, "
         "torch.ones(x.shape, device=x.device) for a count",
     ),
+    ("aten._ctc_loss", "torch.ctc_loss has shapes that depend on lengths", "call torch.nn.functional.ctc_loss"),
     (
         "aten._pack_padded_sequence",
         "the shape of a packed sequence depends on data",
@@ -84,6 +85,8 @@ _LOOKS = {
     "within bounds: noise cut at 2 std is torch.erfinv(torch.empty(n).uniform_(-0.9545, 0.9545)) * 2**0.5 * std",
     torch.nn.modules.batchnorm.__file__: "BatchNorm(momentum=None) computes a number from its buffer "
     "num_batches_tracked: set momentum to a number, such as 0.1",
+    "gaussian_nll_loss": "write it out: with var = var.clamp(min=eps) it is (var.log() + (input - target) ** 2 / var)"
+    ".mean() / 2",
     "torch_compilable_check": "set the environment variable TRANSFORMERS_DISABLE_TORCH_CHECK=1: transformers then "
     "trusts the batch, as under torch.compile",
 }
