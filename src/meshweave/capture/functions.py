@@ -190,8 +190,8 @@ def _refuse_positions(index: Any) -> None:
             "the model selects a part of a tensor at a position that the step computes",
             where=user_line(),
             got="x[i] with i a tensor of a single integer",
-            hint="x.index_select(0, i.view(1))[0], which copies it; to write x.index_copy_(0, i.view(1), values[None]), "
-            "to add x.index_add_(0, i.view(1), more[None])",
+            hint="x.index_select(0, i.view(1))[0], which copies it; x.index_copy_(0, i.view(1), values[None]) "
+            "to write, and to add x.index_add_(0, i.view(1), more[None])",
         )
 
 
