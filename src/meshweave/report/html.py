@@ -15,7 +15,7 @@ from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.errors import MeshweaveError
 from meshweave.report.diff import class_errors, diff_rows, step_split
 from meshweave.report.moves import MoveRow
-from meshweave.report.spans import class_of, exposed_stretches, fold_numbers, lanes_of, nanoseconds
+from meshweave.report.spans import class_of, fold_numbers, lanes_of, nanoseconds
 
 _NUM_NAMES = 24  # listed graph nodes of a fused kernel; if there are more, their number is shown
 _COLUMNS = (
@@ -30,7 +30,6 @@ class _Page:
 
     strings: dict[str, int] = field(default_factory=lambda: {"": 0})
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _COLUMNS.split()})
-    stretches: list[int] = field(default_factory=list)  # span, offset in it, length
     reasons: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # span, kind, ns, text, blocker
     lanes: list[tuple[int, int, int, int]] = field(default_factory=list)  # run, role, name, row
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -51,10 +50,6 @@ class _Page:
         for span in simulation.spans:
             needs = sorted({*span.needs, *fed.get(span.index, ())})
             self.span(span, lane_of[span.index], needs, first, moves.find(span))
-        for index, stretches in exposed_stretches(simulation).items():
-            begin = nanoseconds(simulation.spans[index].start)
-            for low, high in stretches:
-                self.stretches += (first + index, low - begin, high - low)
         self.runs.append(self.run(simulation, first))
 
     def span(self, span: Span, lane: int, needs: Sequence[int], first: int, move: int) -> None:
@@ -181,7 +176,6 @@ def page_data(
         "runs": page.runs,
         "lanes": page.lanes,
         "spans": page.columns,
-        "stretches": page.stretches,
         "reasons": page.reasons,
         "moves": [(r.source, r.target, r.value, list(r.steps), r.why, nanoseconds(r.seconds)) for r in known.rows],
         "errors": _errors(simulation, measured) if measured is not None else None,

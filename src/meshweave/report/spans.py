@@ -1,11 +1,10 @@
-"""Properties of spans in reports: their class, the module with its layer number folded, where a communication is
-exposed, and rows without overlapping spans."""
+"""Properties of spans in reports: their class, the module with its layer number folded, and rows without overlapping
+spans."""
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -113,53 +112,3 @@ def _rows(spans: Sequence[Span]) -> list[list[int]]:
         rows[at].append(span.index)
         ends[at] = end
     return rows
-
-
-def exposed_stretches(simulation: Simulation) -> Mapping[int, tuple[tuple[int, int], ...]]:
-    """For each exposed communication, where it is exposed: (begin, end) in nanoseconds, inside the span, in order.
-
-    A Simulation only has the duration; here the gaps of its role's compute that the span covers are taken from the last
-    backwards until they add up to it (a shared gap counts in part). The remainder (a transfer that another role waits
-    for) is put at the span's end.
-    """
-    gaps = _compute_gaps(simulation)
-    stretches = {}
-    for span in simulation.spans:
-        left = nanoseconds(span.exposed_seconds)
-        if span.kind == "compute" or left <= 0:
-            continue
-        begin, end = nanoseconds(span.start), nanoseconds(span.end)
-        stretches[span.index] = _last(gaps.get(span.role, ()), begin, end, left)
-    return stretches
-
-
-def _compute_gaps(simulation: Simulation) -> dict[int, list[tuple[int, int]]]:
-    """By role, the intervals in which it computes nothing."""
-    ends: dict[int, int] = {}
-    gaps: dict[int, list[tuple[int, int]]] = {role.index: [] for role in simulation.roles}
-    for span in sorted((s for s in simulation.spans if s.kind == "compute"), key=lambda s: (s.start, s.index)):
-        begin, free = nanoseconds(span.start), ends.get(span.role, 0)
-        if begin > free:
-            gaps.setdefault(span.role, []).append((free, begin))
-        ends[span.role] = max(free, nanoseconds(span.end))
-    for role, role_gaps in gaps.items():
-        role_gaps.append((ends.get(role, 0), max(nanoseconds(simulation.seconds), ends.get(role, 0))))
-    return gaps
-
-
-def _last(gaps: Sequence[tuple[int, int]], begin: int, end: int, length: int) -> tuple[tuple[int, int], ...]:
-    """The last `length` nanoseconds of the gaps within begin..end; (end - length, end) if they are shorter."""
-    busy: list[tuple[int, int]] = []
-    left = length
-    for at in range(bisect_right(gaps, (end, end)) - 1, -1, -1):
-        low, high = max(gaps[at][0], begin), min(gaps[at][1], end)
-        if gaps[at][1] <= begin or left <= 0:
-            break
-        if low < high:
-            low = max(low, high - left)
-            busy.append((low, high))
-            left -= high - low
-    # Both ends of a gap are rounded: a difference of two nanoseconds is not another gap.
-    if left > 2:
-        return ((max(begin, end - length), end),)
-    return tuple(reversed(busy))

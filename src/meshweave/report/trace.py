@@ -12,7 +12,7 @@ from typing import Any
 
 from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.errors import MeshweaveError
-from meshweave.report.spans import class_of, exposed_stretches, lanes_of, nanoseconds
+from meshweave.report.spans import class_of, lanes_of, nanoseconds
 
 Event = dict[str, Any]
 
@@ -20,8 +20,8 @@ Event = dict[str, Any]
 def trace_json(simulations: Sequence[Simulation]) -> str:
     """A JSON object with the steps of `simulations` side by side, all beginning at 0.
 
-    A process per step and role, a thread per stream (a second one if its spans overlap), a slice per span, inside a
-    communication a slice for each exposed stretch, arrows to a communication from its predecessors and to its
+    A process per step and role, a thread per stream (a second one if its spans overlap), a slice per span, at the end
+    of a communication a slice for its exposed time, arrows to a communication from its predecessors and to its
     successors, and a counter of the role's memory. Slices of a thread nest; events are in order of time; equal steps
     give equal bytes. Raises MeshweaveError if there is no step."""
     if not simulations:
@@ -82,13 +82,14 @@ class _TraceWriter:
         return events
 
     def slices(self) -> Iterator[Event]:
-        threads, stretches = self.threads(), exposed_stretches(self.simulation)
+        threads = self.threads()
         for span in self.simulation.spans:
             begin, end = nanoseconds(span.start), nanoseconds(span.end)
             yield _slice(span.name, class_of(span), begin, end, threads[span.index], _args(span))
-            for low, high in stretches.get(span.index, ()):
+            exposed = nanoseconds(span.exposed_seconds)
+            if span.kind != "compute" and exposed > 0:  # drawn at the end of the span
                 args = {"reason": "; ".join(reason.text for reason in span.reasons)}
-                yield _slice("exposed", "exposed", low, high, threads[span.index], args)
+                yield _slice("exposed", "exposed", max(begin, end - exposed), end, threads[span.index], args)
 
     def flows(self, first: int) -> Iterator[Event]:
         """Arrows to and from communications: from the last nanosecond of a slice to the first of another."""

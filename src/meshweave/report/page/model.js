@@ -46,15 +46,10 @@ function sums(starts, ends) {
 
 const TOTAL = end.reduce((a, b) => Math.max(a, b), Math.max(1, ...RUNS.map((run) => run.seconds)));
 
-// Per lane the exposed stretches of its communications, in order.
-for (const lane of LANES) lane.shown = [];
-for (let k = 0; k < DATA.stretches.length; k += 3) {
-  const i = DATA.stretches[k];
-  const begin = start[i] + DATA.stretches[k + 1];
-  LANES[col.lane[i]].shown.push([begin, begin + DATA.stretches[k + 2]]);
-}
+// Per lane the exposed time of its communications, in order: drawn at the end of each.
 for (const lane of LANES) {
-  lane.shown.sort((a, b) => a[0] - b[0]);
+  const exposed = lane.spans.filter((i) => !isKernel(i) && col.exposed[i] > 0);
+  lane.shown = exposed.map((i) => [Math.max(start[i], end[i] - col.exposed[i]), end[i]]);
   lane.shownStart = Float64Array.from(lane.shown, (s) => s[0]);
   lane.shownEnd = Float64Array.from(lane.shown, (s) => s[1]);
   lane.busy = sums(lane.start, lane.end);
