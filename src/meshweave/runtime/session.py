@@ -192,30 +192,27 @@ class Fetched:
 
 @dataclass(slots=True)
 class Pace:
-    """Warns, once, of steps that take far longer than earlier ones: by the fastest of _WINDOW, so that a pause counts
-    for nothing."""
+    """Warns of steps that take far longer than earlier ones: by the fastest of `_WINDOW`, so that a pause counts for
+    nothing."""
 
     fastest: float = math.inf
-    recent: float = math.inf
-    num_steps: int = 0
-    has_warned: bool = False
+    window: list[float] = field(default_factory=list)
 
     def add(self, seconds: float) -> None:
         """A step has taken so long."""
-        self.recent, self.num_steps = min(self.recent, seconds), self.num_steps + 1
-        if self.num_steps % _WINDOW:
+        self.window.append(seconds)
+        if len(self.window) < _WINDOW:
             return
-        if self.recent > _SLOWER * self.fastest and not self.has_warned:
-            self.has_warned = True
+        recent, self.window = min(self.window), []
+        if recent > _SLOWER * self.fastest:
             _NOTES.warning(
                 "steps take %.1f times as long as before (%.3g s, before %.3g s): other work on these machines, or a "
                 "slower link. For that link start again from a checkpoint: mw.compile compares links with those that "
                 "were measured, and measures them anew (profile='auto') or says how to (profile=FILE)",
-                self.recent / self.fastest,
-                self.recent,
-                self.fastest,
-            )
-        self.fastest, self.recent = min(self.fastest, self.recent), math.inf
+                recent / self.fastest, recent, self.fastest,
+            )  # fmt: skip
+            self.fastest = math.inf  # these steps are the measure from now on
+        self.fastest = min(self.fastest, recent)
 
 
 def mean_of(numbers: Sequence[Tensor]) -> Tensor:
