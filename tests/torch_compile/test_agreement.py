@@ -224,5 +224,5 @@ def test_waits_for_inputs_and_views_are_part_of_the_sequence() -> None:
     shown = graph.call_function(torch.ops.aten.view.default, (start, [-1]))
     done = graph.call_function(WAIT, (shown,))
     graph.output((done, graph.call_function(WAIT, (done,)), graph.call_function(WAIT, (early,))))
-    events, _, _ = communications(graph)
+    events, _ = communications(graph)
     assert events[1:] == ["wait 0", "wait 0", "wait for input 1"]

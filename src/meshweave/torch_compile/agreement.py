@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.interop.process_groups import default_store, is_in_job, ranks_of_group
 from meshweave.ir.collectives import WAIT, collective_of, group_of
-from meshweave.ir.graph import argument, op_name, place_of
+from meshweave.ir.graph import op_name, place_of
 from meshweave.optimize.overlap.prices import CostNumbers
 from meshweave.runtime.hub import names_of_ranks
 
@@ -94,19 +95,13 @@ class Agreement:
         The proof: all ranks have the same sequence of starts and waits, in terms of channels (groups in order of
         appearance), and if a rank's c-th channel is a group, it is also the c-th channel of each of its members. So the
         i-th event of every rank is the same; once all have reached a start, all its members have begun it; a wait is
-        for an earlier start, so it ends. If the block sizes of an all-to-all are known, each rank sends what the
-        receiver expects: blocks, like those of a permute, are specific to a rank and not part of the sequence. Raises
-        MeshweaveError with the ranks if that does not hold, and for messages between two ranks, which are not matched
-        by order."""
-        events, channels, blocks = communications(graph)
+        for an earlier start, so it ends. Sizes of blocks of an all-to-all, like those of a permute, are specific to a
+        rank and not part of the sequence. Raises MeshweaveError with the ranks if that does not hold, and for messages
+        between two ranks, which are not matched by order."""
+        events, channels = communications(graph)
         digest = hashlib.sha256("\n".join(events).encode()).hexdigest()[:24]
         tables = [list(_ranks_of(group, where, groups)) for group, where in channels]
-
-        def judge(answers: Mapping[int, Any]) -> None:
-            _judge_order(answers, self.ranks[0])
-            _judge_blocks(answers)
-
-        self.exchange([digest, len(events), tables, blocks], judge)
+        self.exchange([digest, len(events), tables], partial(_judge_order, lead=self.ranks[0]))
 
     def exchange(self, own_answer: Any, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
         """What `judge` returns, on the lowest rank, for the values of all ranks; values are JSON.
@@ -176,7 +171,7 @@ class Agreement:
 
 
 def _judge_order(answers: Mapping[int, Any], lead: int) -> None:
-    digest, count = answers[lead][:2]
+    digest, count, _ = answers[lead]
     differing = [rank for rank, (its, *_) in answers.items() if its != digest]
     if differing:
         rank = differing[0]
@@ -188,7 +183,7 @@ def _judge_order(answers: Mapping[int, Any], lead: int) -> None:
             hint="the same figures must give the same order: do all ranks have the same versions of meshweave and "
             "torch?",
         )
-    for rank, (_, _, tables, _) in answers.items():
+    for rank, (_, _, tables) in answers.items():
         for i, members in enumerate(tables):
             outside = sorted({*members} - {*answers})
             other = next((m for m in members if m in answers and answers[m][2][i] != members), None)
@@ -203,36 +198,12 @@ def _judge_order(answers: Mapping[int, Any], lead: int) -> None:
             )
 
 
-def _judge_blocks(answers: Mapping[int, Any]) -> None:
-    known = {rank: {block[0]: block for block in its[3]} for rank, its in answers.items()}
-    for rank, (_, _, tables, blocks) in answers.items():
-        for event, channel, place, _, sent in blocks:
-            members = tables[channel]
-            for i, rows in enumerate(sent):
-                its = known[members[i]].get(event)
-                expected = its[3][members.index(rank)] if its is not None else rows
-                if rows != expected:
-                    raise MeshweaveError(
-                        "ranks would exchange blocks of different sizes",
-                        where=f"rank {rank}, {place}",
-                        got=f"{rows} rows for rank {members[i]}",
-                        expected=f"{expected}, as rank {members[i]} has it",
-                        hint="the sizes that a rank sends must be those that the others receive from it",
-                    )
-
-
-# Of an all-to-all with unequal blocks: the event, the channel, the position, rows received and sent.
-Blocks = tuple[int, int, str, list[int], list[int]]
-
-
-def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], list[Blocks]]:
-    """The starts and waits of a graph in order, as text without ranks; for each channel its group and its first use;
-    and the blocks of all-to-alls, if they are known and unequal.
+def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]]]:
+    """The starts and waits of a graph in order, as text without ranks; for each channel its group and its first use.
     Raises MeshweaveError for messages between two ranks."""
     channels: dict[str, tuple[Any, str]] = {}
     begun: dict[fx.Node, int] = {}
     events: list[str] = []
-    blocks: list[Blocks] = []
     for node in graph.nodes:
         row = collective_of(node) if node.op == "call_function" else None
         if node.target is WAIT:
@@ -248,12 +219,8 @@ def communications(graph: fx.Graph) -> tuple[list[str], list[tuple[Any, str]], l
             name = getattr(group, "group_name", group)
             channels.setdefault(name, (group, place_of(node)))
             begun[node] = len(events)
-            sizes = [argument(node, 1), argument(node, 2)] if row.name in ("all_to_all", "permute") else []
-            if sizes and all(map(_are_known, sizes)) and len({*sizes[0], *sizes[1]}) > 1:
-                received, sent = map(list, sizes)
-                blocks.append((len(events), list(channels).index(name), place_of(node), received, sent))
             events.append(f"{op_name(node.target)} {list(channels).index(name)} {list(_shapes(node.meta.get('val')))}")
-    return events, list(channels.values()), blocks
+    return events, list(channels.values())
 
 
 def _event_of(wait: fx.Node, begun: Mapping[fx.Node, int]) -> str:
@@ -266,10 +233,6 @@ def _event_of(wait: fx.Node, begun: Mapping[fx.Node, int]) -> str:
         return str(begun[node])
     inputs = wait.graph.find_nodes(op="placeholder")
     return f"for input {inputs.index(node)}" if node in inputs else "for an unknown communication"
-
-
-def _are_known(sizes: Any) -> bool:
-    return isinstance(sizes, (list, tuple)) and all(type(size) is int for size in sizes)
 
 
 def _shapes(val: Any) -> Iterator[str]:
