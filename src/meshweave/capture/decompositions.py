@@ -42,10 +42,6 @@ def _sum(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return aten.sum.dim_IntList(x, list(range(x.dim())), False, dtype=dtype)
 
 
-def _var(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
-    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
-
-
 def _var_mean(
     x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -59,26 +55,14 @@ def _var_mean(
     return var.to(dtype), (wide if keepdim else wide.reshape(var.shape)).to(dtype)
 
 
-def _std(x: Tensor, dim: Any = None, *, correction: float | None = 1, keepdim: bool = False) -> Tensor:
-    return _var(x.to(wide_dtype(x.dtype)), dim, correction=correction, keepdim=keepdim).sqrt().to(x.dtype)
+def _added(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """beta * bias + alpha * product(a, b); a bias with beta 0 is not read."""
 
+    def add(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        scaled = product(a, b) if alpha == 1 else product(a, b) * alpha
+        return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
 
-def _var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
-    return _var(x, dim, correction=int(unbiased), keepdim=keepdim)
-
-
-def _scaled_sum(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
-    """beta * bias + alpha * product; a bias with beta 0 is not read."""
-    product = product if alpha == 1 else product * alpha
-    return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
-
-
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _scaled_sum(bias, aten.mm(a, b), beta, alpha)
-
-
-def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _scaled_sum(bias, aten.bmm(a, b), beta, alpha)
+    return add
 
 
 def _split(x: Tensor, size: int, dim: int = 0) -> list[Tensor]:
@@ -95,14 +79,6 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
     norms = norms.to(g.dtype)
     along = aten.sum.dim_IntList(grad * v, [d for d in range(v.dim()) if d != dim % v.dim()], True)
     return g / norms * (grad - v * (along / (norms * norms))), along / norms
-
-
-def _unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
-    return [aten.select.int(x, dim, i) for i in range(x.shape[dim])]
-
-
-def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return aten.cat.default([t.unsqueeze(dim) for t in tensors], dim)
 
 
 def _slice_backward(grad: Tensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Tensor:
@@ -172,10 +148,6 @@ def _std_mean(
 ) -> tuple[Tensor, Tensor]:
     var, mean = _var_mean(x.to(wide_dtype(x.dtype)), dim, correction=correction, keepdim=keepdim)
     return var.sqrt().to(x.dtype), mean.to(x.dtype)
-
-
-def _addbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return _scaled_sum(bias, aten.sum.dim_IntList(aten.bmm(a, b), [0]), beta, alpha)
 
 
 def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
@@ -295,16 +267,18 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.mean.dim: _mean,
     aten.mean.default: _mean,
     aten.sum.default: _sum,
-    aten.var.correction: _var,
-    aten.std.correction: _std,
-    aten.var.dim: _var_dim,
+    aten.var.correction: lambda x, *dim, **options: _var_mean(x, *dim, **options)[0],
+    aten.std.correction: lambda x, *dim, **options: _std_mean(x, *dim, **options)[0],
+    aten.var.dim: lambda x, dim, unbiased=True, keepdim=False: _var_mean(
+        x, dim, correction=int(unbiased), keepdim=keepdim
+    )[0],
     aten.var_mean.correction: _var_mean,
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _baddbmm,
+    aten.addmm.default: _added(aten.mm),
+    aten.baddbmm.default: _added(aten.bmm),
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,
-    aten.unbind.int: _unbind,
-    aten.stack.default: _stack,
+    aten.unbind.int: lambda x, dim=0: [aten.select.int(x, dim, i) for i in range(x.shape[dim])],
+    aten.stack.default: lambda tensors, dim=0: aten.cat.default([t.unsqueeze(dim) for t in tensors], dim),
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten._safe_softmax.default: _softmax_safe,
@@ -319,7 +293,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.unsafe_split.Tensor: _split,
     aten.unsafe_split_with_sizes.default: _split_with_sizes,
     aten.std_mean.correction: _std_mean,
-    aten.addbmm.default: _addbmm,
+    aten.addbmm.default: _added(lambda a, b: aten.sum.dim_IntList(aten.bmm(a, b), [0])),
     aten.as_strided.default: as_strided,
     aten.put.default: _put,
     aten.unfold_copy.default: lambda x, *args: aten.unfold.default(x, *args),

@@ -63,7 +63,7 @@ class Normalizer:
         values = [self.env[n] for n in returned_values(old)]
         results = dict(zip(outputs, values, strict=False))
         results |= update(self, values[len(outputs) :])
-        kept = {kind: v for kind, v in results.items() if not self._is_unchanged(kind, v)}
+        kept = {key: v for key, v in results.items() if key[0] != "buffer" or v is not self.own[key]}
         self.graph.output([*kept.values()])
         return StepGraph(self.graph, tuple(self.inputs), tuple(kept), self.constants)
 
@@ -80,9 +80,6 @@ class Normalizer:
             self.inputs.append(item)
             self.lifted[name] = self._placeholder(item)
         return self.lifted[name]
-
-    def _is_unchanged(self, kind: tuple[str, str], value: fx.Node) -> bool:
-        return kind[0] == "buffer" and value is self.own[kind]
 
     def call(self, target: Any, args: Any, kwargs: Mapping[str, Any], specs: Specs) -> Any:
         """The nodes that an op becomes, through the table of rewrites."""
@@ -141,14 +138,6 @@ def _transpose(r: Normalizer, spec: Spec, x: fx.Node, a: int, b: int) -> fx.Node
     return _permute(r, spec, x, order)
 
 
-def _matrix_transpose(r: Normalizer, spec: Spec, x: fx.Node) -> fx.Node:
-    return _transpose(r, spec, x, 0, 1) if len(spec.shape) == 2 else x
-
-
-def _reshape(r: Normalizer, spec: Spec, x: fx.Node, *_: Any, **__: Any) -> fx.Node:
-    return r.view(x, spec.shape)
-
-
 def _select(r: Normalizer, spec: Spec, x: fx.Node, dim: int, index: int) -> fx.Node:
     old = spec_of(x)
     dim = dim % len(old.shape)
@@ -200,10 +189,6 @@ def _copy(r: Normalizer, spec: Spec, x: fx.Node, source: fx.Node, *_: Any) -> fx
     if old.shape == spec.shape:
         return source
     return r.emit(aten.expand.default, (source, list(spec.shape)), {}, spec)
-
-
-def _scalar_tensor(r: Normalizer, spec: Spec, value: float, **_: Any) -> fx.Node:
-    return r.emit(aten.full.default, ([], value), {"dtype": spec.dtype}, spec)
 
 
 def _arange(start: int, step_at: int) -> Callable[..., fx.Node]:
@@ -278,10 +263,10 @@ _ZEROS = aten_ops(  # memory without values becomes zeros
     "zeros zeros_like new_zeros empty.memory_format empty_like empty_strided new_empty new_empty_strided"
 )
 _REWRITES: dict[Any, Callable[..., Any]] = {
-    aten.t.default: _matrix_transpose,
+    aten.t.default: lambda r, spec, x: _transpose(r, spec, x, 0, 1) if len(spec.shape) == 2 else x,
     aten.transpose.int: _transpose,
     aten.permute.default: _permute,
-    **dict.fromkeys(_RESHAPES, _reshape),
+    **dict.fromkeys(_RESHAPES, lambda r, spec, x, *_, **__: r.view(x, spec.shape)),
     aten.copy.default: _copy,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
@@ -291,7 +276,7 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.new_full.default: _full_of(2),
     aten.full_like.default: _full_of(1),
     aten.full.default: _full_of(1),
-    aten.scalar_tensor.default: _scalar_tensor,
+    aten.scalar_tensor.default: _full_of(0),
     aten.arange.default: _arange(0, 0),
     aten.arange.start: _arange(1, 0),
     aten.arange.start_step: _arange(1, 2),

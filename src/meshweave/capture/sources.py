@@ -71,17 +71,15 @@ def load_source(
             source = _hugging_face(text, batch or 2, seq, seed, device)
         else:
             source = _from_file(text, batch, seq, seed, device)
-    return _as_double(source) if dtype is torch.float64 else source
+    if dtype is not torch.float64:
+        return source
+    return _source(source.name, source.model.double(), source.loss, lambda index: in_float64(source.make_batch(index)))
 
 
 def _source(name: str, model: nn.Module, loss: Loss, make: Callable[[int], Any]) -> Source:
     batch = make(0)
     count, unit = _count(batch)
     return Source(name=name, model=model, loss=loss, batch=batch, make_batch=make, tokens_per_batch=count, unit=unit)
-
-
-def _as_double(source: Source) -> Source:
-    return _source(source.name, source.model.double(), source.loss, lambda index: in_float64(source.make_batch(index)))
 
 
 def in_float64(batch: Any) -> Any:
