@@ -82,14 +82,6 @@ def through_view(cut: Cut, before: Shape, after: Shape) -> Cut:
     raise NoCut(f"its chunks are not those of a dim of {list(after)}")
 
 
-def _view_forward(op: Op, i: int, cut: Cut) -> Cut:
-    return through_view(cut, op.operands[0], op.result)
-
-
-def _view_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
-    return (through_view(cut, op.result, op.operands[0]),)
-
-
 def _order(op: Op) -> list[int]:
     """For each dim of the result the dim of the operand."""
     rank, args = len(op.result), op.node.args
@@ -102,28 +94,16 @@ def _order(op: Op) -> list[int]:
     return order
 
 
-def _permute_forward(op: Op, i: int, cut: Cut) -> Cut:
-    return Cut(_order(op).index(cut.dim), cut.outer, cut.count)
-
-
-def _permute_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
-    return (Cut(_order(op)[cut.dim], cut.outer, cut.count),)
-
-
 # blocks of a group: stacked along dim 0, or side by side along a dim
-
-
-def _is_straight(op: Op) -> bool:
-    """Whether blocks are on the dim in group order, without padding."""
-    return op.node.args[4] is None and list(op.node.args[2]) == list(range(len(op.node.args[2])))  # type: ignore[arg-type]
 
 
 def _other_side(op: Op, cut: Cut, to_stacked: bool) -> Cut:
     """The cut of the stacked blocks for a cut of the joined value, or the reverse: chunks are blocks, or parts of every
     block."""
-    if not _is_straight(op):
+    sizes, order, dim, uneven = tuple[Any, ...](op.node.args[1:5])
+    if uneven is not None or list(order) != list(range(len(order))):
         raise NoCut("its blocks are uneven, or in another order")
-    count, dim = prod(op.node.args[1]), int(op.node.args[3])  # type: ignore[arg-type]
+    count = prod(sizes)
     stacked, joined = Cut(0, 1, count), Cut(dim, 1, count)
     if cut == (joined if to_stacked else stacked):
         return stacked if to_stacked else joined
@@ -135,20 +115,11 @@ def _other_side(op: Op, cut: Cut, to_stacked: bool) -> Cut:
     return Cut(cut.dim, cut.outer * count if is_split else cut.outer // count, cut.count)
 
 
-def _join_forward(op: Op, i: int, cut: Cut) -> Cut:
-    return _other_side(op, cut, False)
-
-
-def _join_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
-    return (_other_side(op, cut, True),)
-
-
-def _deal_forward(op: Op, i: int, cut: Cut) -> Cut:
-    return _other_side(op, cut, True)
-
-
-def _deal_backward(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
-    return (_other_side(op, cut, False),)
+def _blocks(to_stacked: bool) -> Kind:
+    """An op that stacks blocks, or joins them."""
+    return Kind(
+        lambda op, i, cut: _other_side(op, cut, to_stacked), lambda op, cut: (_other_side(op, cut, not to_stacked),)
+    )
 
 
 # elementwise ops
@@ -219,8 +190,16 @@ def contraction(op: Op, cut: Cut) -> tuple[Cut | None, ...]:
     return Cut(rank - 1, cut.outer, cut.count), Cut(rank - 2, cut.outer, cut.count)
 
 
-_VIEW = Kind(_view_forward, _view_backward, is_free=True)
-_PERMUTE = Kind(_permute_forward, _permute_backward, is_free=True)
+_VIEW = Kind(
+    lambda op, i, cut: through_view(cut, op.operands[0], op.result),
+    lambda op, cut: (through_view(cut, op.result, op.operands[0]),),
+    is_free=True,
+)
+_PERMUTE = Kind(
+    lambda op, i, cut: Cut(_order(op).index(cut.dim), cut.outer, cut.count),
+    lambda op, cut: (Cut(_order(op)[cut.dim], cut.outer, cut.count),),
+    is_free=True,
+)
 _POINTWISE = Kind(_pointwise_forward, _pointwise_backward)
 _SAME = Kind(_pointwise_forward, _pointwise_backward, is_free=True)
 _REDUCTION = Kind(_reduction_forward, _reduction_backward)
@@ -230,8 +209,8 @@ _KINDS: Mapping[Any, Kind] = {
     **dict.fromkeys(RESHAPES | RANK_CHANGES, _VIEW),
     **dict.fromkeys((aten.expand.default, aten.alias.default, aten.detach.default), _SAME),
     **dict.fromkeys((aten.permute.default, aten.transpose.int, aten.t.default), _PERMUTE),
-    local_ops.join_blocks: Kind(_join_forward, _join_backward),
-    local_ops.deal_blocks: Kind(_deal_forward, _deal_backward),
+    local_ops.join_blocks: _blocks(False),
+    local_ops.deal_blocks: _blocks(True),
     **dict.fromkeys((aten.contiguous.default, aten.clone.default, *CASTS), _POINTWISE),
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default), _REDUCTION),
     **dict.fromkeys(MATMULS, _MATMUL),
