@@ -143,7 +143,7 @@ def build_program(
         options=options,
         contract=contract,
         optimizer=optimizer,
-        recompute=_recompute_policy(pipeline),
+        recompute=next((each.policy for each in pipeline.passes if isinstance(each, Recompute)), "none"),
         resolved=resolved,
         sequence=sequence,
         storage=trouble,
@@ -357,10 +357,6 @@ def _check_size(mesh: Mesh) -> None:
             hint="plan a smaller mesh with the same axes: a device computes and sends about as much for any number of "
             "data-parallel devices",
         )
-
-
-def _recompute_policy(pipeline: Pipeline) -> str:
-    return next((each_pass.policy for each_pass in pipeline.passes if isinstance(each_pass, Recompute)), "none")
 
 
 def _with_ring(pipeline: Pipeline, resolved: Resolved) -> Pipeline:

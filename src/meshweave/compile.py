@@ -163,7 +163,9 @@ class CompileOptions:
             target = Target(mesh, plan, chosen.costs, own_parts=shard if self.batch == "local" else 1)
             build = self.build(spec, target, pipeline, chosen.origin)
             program = build(example, "train", self.capture.accumulate, None)
-            note_computed(program.contract.computed - set(map(_derived_weight, dict(model.named_parameters()))))
+            # torch's weight_norm and spectral_norm set such attributes from a parameter.
+            derived = {"model." + n.removesuffix("_v").removesuffix("_orig") for n, _ in model.named_parameters()}
+            note_computed(program.contract.computed - derived)
             run.progress("start")
             program = replace(program, eager_update=why_eager)
             step = CompiledStep(program, model, self.optimizer, world, settings, build, run.keep_gradients)
@@ -171,11 +173,6 @@ class CompileOptions:
                 step.variants.prepare(Batch.of(global_example(shape, self.batch, shard)))
             step.variants.is_local = self.batch == "local" and world.is_distributed
             return step
-
-
-def _derived_weight(name: str) -> str:
-    """The place of the attribute that torch's weight_norm or spectral_norm sets from a parameter of this name."""
-    return "model." + name.removesuffix("_v").removesuffix("_orig")
 
 
 def note_computed(places: Collection[str]) -> None:

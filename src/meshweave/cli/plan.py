@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,7 +91,8 @@ def _explain(screen: Screen, program: Program, simulation: Simulation, why: str)
         )
     rows: list[dict[str, Any]] = []
     for span in sorted(chosen, key=lambda s: -s.exposed_seconds) if not why else chosen:
-        merged = {"merged": _modules_of(parts[span.name])} if span.name in parts else {}
+        modules = list(dict.fromkeys(origin_of(n).module for n in parts.get(span.name, ())))
+        merged = {"merged": modules} if modules else {}
         reasons = [attributes_of(reason, "kind", "seconds", "text") for reason in span.reasons]
         rows.append({**attributes_of(span, *_SHOWN), "reasons": reasons, **merged})
     for row in rows if why else rows[:20]:
@@ -118,7 +119,3 @@ def _explain(screen: Screen, program: Program, simulation: Simulation, why: str)
 def _merged_parts(program: Program) -> Mapping[str, tuple[fx.Node, ...]]:
     """For each merged communication, over all roles: the nodes that it consists of."""
     return {node.name: results for role in program.roles for node, results in merged_results(role).items()}
-
-
-def _modules_of(nodes: Iterable[fx.Node]) -> list[str]:
-    return list(dict.fromkeys(origin_of(n).module for n in nodes))

@@ -157,14 +157,6 @@ def _whole(args: Args, group_size: int, num_bytes: float) -> float:
     return num_bytes
 
 
-def _same_shape(shape: Shape, args: Args) -> Shape:
-    return shape
-
-
-def _no_problem(args: Args, group_size: int) -> str:
-    return ""
-
-
 def _permuted(args: Args, group_size: int, num_bytes: float) -> float:
     """A permute in which every member keeps its own block moves nothing."""
     return 0.0 if destinations(args[0], group_size) == tuple(range(group_size)) else num_bytes
@@ -202,10 +194,10 @@ class Collective:
     received: Callable[[int, float], float]
     operands: tuple[int, ...] = (0,)
     size: int = -1
-    shape: Callable[[Shape, Args], Shape] = _same_shape
+    shape: Callable[[Shape, Args], Shape] = lambda shape, args: shape
     blocks: Blocks = ""
     exchange: Callable[[Sequence[Tensor], Args], list[Any]] = _not_within_a_group
-    problem: Callable[[Args, int], str] = _no_problem
+    problem: Callable[[Args, int], str] = lambda args, group_size: ""
     curve: str = ""
     curve_bytes: Callable[[Args, int, float], float] = _whole
     sample: Callable[[int, int], list[Any]] | None = None

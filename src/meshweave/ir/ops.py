@@ -9,6 +9,7 @@ of sequences whose lengths are tensors.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,13 +37,9 @@ def _conjugate(x: Tensor | complex) -> Tensor | complex:
     return x.conj_physical() if isinstance(x, Tensor) else x.conjugate()
 
 
-def _negate(x: Tensor | complex) -> Tensor | complex:
-    return -x
-
-
 KERNELS[aten.native_layer_norm_backward.default] = _layer_norm_backward
 KERNELS[aten._conj.default] = _conjugate
-KERNELS[aten._neg_view.default] = _negate
+KERNELS[aten._neg_view.default] = operator.neg
 
 
 def define_op(name: str) -> Callable[[Callable[..., Any]], Any]:

@@ -160,15 +160,12 @@ def _along(position: int, *default: int, linear: tuple[Linear, ...] = ()) -> Rul
     return lambda node: _along_dim(node, argument(node, position, *default), linear)
 
 
-def _scan(node: fx.Node) -> Rule:
-    return _along_dim(node, named_argument(node, "dim", -1))
-
-
 add(aten._softmax.default, _along(1))
 add(aten._softmax_backward_data.default, _along(2, linear=sums({0})))
 add(aten.cumsum.default, _along(1, linear=sums({0})))
 add(aten.topk.default, _along(2, -1))
-add(aten_ops("logcumsumexp cumprod sort sort.stable cummax cummin"), _scan)
+_scans = aten_ops("logcumsumexp cumprod sort sort.stable cummax cummin")
+add(_scans, lambda node: _along_dim(node, named_argument(node, "dim", -1)))
 
 
 def _distances(node: fx.Node) -> Rule:

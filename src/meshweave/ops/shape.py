@@ -116,10 +116,6 @@ def _slice(node: fx.Node) -> Rule:
     return _some_whole(node, {argument(node, 1) % _rank(node)}, moved({0}))
 
 
-def _slice_scatter(node: fx.Node) -> Rule:
-    return _some_whole(node, {argument(node, 2, 0) % _rank(node)}, moved({0, 1}))
-
-
 def _cat(node: fx.Node) -> Rule:
     return _some_whole(node, {argument(node, 1, 0) % _rank(node)}, moved(range(len(tensor_inputs(node)))))
 
@@ -221,7 +217,7 @@ add(
 add(ours.ctc_loss.default, "t! n c!, n s!, n, n -> n, t! n c!")
 # unfold: the dim becomes the index of the window, and a new last dim the contents of each; both are whole.
 add(aten_ops("slice.Tensor unfold"), _slice)
-add(aten.slice_scatter.default, _slice_scatter)
+add(aten.slice_scatter.default, lambda n: _some_whole(n, {argument(n, 2, 0) % _rank(n)}, moved({0, 1})))
 add(aten.cat.default, _cat)
 add(aten.constant_pad_nd.default, _pad)
 add(aten.flip.default, _listed_dims)

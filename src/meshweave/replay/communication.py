@@ -228,10 +228,6 @@ def _embed_part(holding: Holding, groups: Groups, dim: Any, before: Any, size: A
     return _by_group(embedded, groups, together)
 
 
-def _sum_scatter(holding: Holding, groups: Groups, count: Any) -> Holding:
-    return _reduce_scatter(holding, groups, "sum", count)
-
-
 # For rows named by a value: the received rows are identified by that value (`check.dispatch`).
 SPARSE = frozenset({sparse_gather, sparse_scatter})
 EXCHANGES: dict[Any, Callable[..., Holding]] = {
@@ -241,7 +237,7 @@ EXCHANGES: dict[Any, Callable[..., Holding]] = {
     functional.all_to_all_single.default: _all_to_all,
     permute: _permute,
     sparse_gather: _all_gather,
-    sparse_scatter: _sum_scatter,
+    sparse_scatter: lambda holding, groups, count: _reduce_scatter(holding, groups, "sum", count),
     local_ops.embed_part: _embed_part,
 }
 

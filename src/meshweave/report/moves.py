@@ -13,7 +13,6 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.place.movement.plan import MovePlan
-from meshweave.place.movement.steps import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,8 @@ def _row(node: fx.Node, program: Mesh) -> MoveRow:
     return MoveRow(
         name=source.name,
         phase=origin.phase,
-        kind="+".join(step.kind for step in plan.steps if _takes_part(step)) or "none",
+        # A transfer in which every device keeps its elements does no work.
+        kind="+".join(s.kind for s in plan.steps if s.kind != "transfer" or s.bytes_received) or "none",
         source=_where(source.meta["layout"], program),
         target=_where(node.meta["layout"], program),
         value=str(spec_of(node)),
@@ -81,11 +81,6 @@ def _row(node: fx.Node, program: Mesh) -> MoveRow:
         line=origin.source,
         module=origin.module,
     )
-
-
-def _takes_part(step: Step) -> bool:
-    """A transfer in which every device keeps its elements does no work."""
-    return step.kind != "transfer" or step.bytes_received > 0
 
 
 def _where(layout: Layout, program: Mesh) -> str:

@@ -157,10 +157,6 @@ def _native_all_to_all(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     return Pending((work,), (send, out), lambda: out if group.is_sorted else torch.cat(parts))
 
 
-def _native_all_reduce(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
-    return native_all_reduce_in_place(group, x.clone(), args)
-
-
 def native_all_reduce_in_place(group: Group, x: Tensor, args: Sequence[Any]) -> Pending:
     """An all-reduce whose result is in the memory of the operand."""
     work = dist.all_reduce(_countable(x), _REDUCE[args[0]], group.process_group, async_op=True)
@@ -241,7 +237,7 @@ MOVED: dict[Any, Begin] = {
 NATIVE: dict[Any, Begin] = {
     ALL_GATHER.op: _native_all_gather,
     ALL_TO_ALL.op: _native_all_to_all,
-    ALL_REDUCE.op: _native_all_reduce,
+    ALL_REDUCE.op: lambda group, x, args: native_all_reduce_in_place(group, x.clone(), args),
     REDUCE_SCATTER.op: _native_reduce_scatter,
     SPARSE_GATHER.op: partial(_sparse_gather, _native_all_to_all),
     SPARSE_SCATTER.op: partial(_sparse_scatter, _native_all_to_all),

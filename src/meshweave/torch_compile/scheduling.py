@@ -122,12 +122,14 @@ class BackendSettings:
 
     def _program(self, graph: fx.Graph, agreement: Agreement | None) -> GraphProgram:
         is_job = is_in_job()
+        # The other settings on which decisions depend and all ranks must agree.
+        settings = f"memory_cap_bytes={self.memory_cap_bytes}, {self.passes}"
         return GraphProgram(
             _module_of(graph),
             None if self.groups is None else dict(self.groups),
             None if is_job else (self.ranks or (0,))[0],
             self.memory_cap_bytes,
-            None if agreement is None else partial(agreement.figures, settings=self._options_text()),
+            None if agreement is None else partial(agreement.figures, settings=settings),
             next((graph_pass for graph_pass in self.passes if isinstance(graph_pass, Overlap)), OverlapOptions()),
         )
 
@@ -147,10 +149,6 @@ class BackendSettings:
             fastest = min(variant.seconds for variant in variants if not variant.reason)
             report = replace(report, seconds_before=variants[0].seconds, seconds_after=fastest)
         self.report(report)
-
-    def _options_text(self) -> str:
-        """The other settings on which decisions depend and all ranks must agree, as text."""
-        return f"memory_cap_bytes={self.memory_cap_bytes}, {self.passes}"
 
     def key(self) -> str | None:
         """A key of everything that an order depends on besides the graph, for caches of compiled graphs; None if a

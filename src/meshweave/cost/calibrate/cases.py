@@ -171,20 +171,12 @@ def _two(pool: Pool, count: int) -> tuple[Any, ...]:
     return (pool.take((count,)), pool.take((count,)))
 
 
-def _scalar(pool: Pool, count: int) -> tuple[Any, ...]:
-    return (pool.take((count,)), 1.5)
-
-
 def _single(pool: Pool, count: int) -> tuple[Any, ...]:
     return (pool.take((count,)),)
 
 
 def _make_addends(pool: Pool, count: int) -> tuple[Any, ...]:
     return (_rows(pool, count), [1])
-
-
-def _columns(pool: Pool, count: int) -> tuple[Any, ...]:
-    return (_rows(pool, count), [0])
 
 
 def _heads(pool: Pool, count: int) -> tuple[Any, ...]:
@@ -220,10 +212,6 @@ def _make_random(pool: Pool, count: int) -> tuple[Any, ...]:
     return (step, 1, 1, [rows, _WIDTH], [0, 0], [rows, _WIDTH])
 
 
-def _make_fill(pool: Pool, count: int) -> tuple[Any, ...]:
-    return ([count], 1.0)
-
-
 @dataclass(frozen=True, slots=True)
 class _Row:
     """An op of memory work: it accesses `streams` tensors of the size passed to `make`; `kind` is the kind that it is
@@ -247,10 +235,10 @@ _MEMORY = (
     _Row("pointwise", aten.mul.Tensor, 3, _two, weight=5.0),
     _Row("pointwise", aten.add.Tensor, 3, _two, weight=4.0),
     _Row("pointwise, costly functions", aten.sqrt.default, 2, _single),
-    _Row("pointwise", aten.mul.Scalar, 2, _scalar, is_fitted=False),
+    _Row("pointwise", aten.mul.Scalar, 2, lambda pool, n: (pool.take((n,)), 1.5), is_fitted=False),
     _Row("pointwise, costly functions", aten.silu.default, 2, _single, is_fitted=False),
     _Row("reduction", aten.sum.dim_IntList, 1, _make_addends, writes=False),
-    _Row("reduction", aten.sum.dim_IntList, 1, _columns, writes=False),
+    _Row("reduction", aten.sum.dim_IntList, 1, lambda pool, n: (_rows(pool, n), [0]), writes=False),
     _Row("reduction", aten.amax.default, 1, _make_addends, writes=False, is_fitted=False),
     _Row("copy", aten.clone.default, 2, _single, "copy"),
     _Row("strided", aten.reshape.default, 2, _heads),
@@ -258,5 +246,5 @@ _MEMORY = (
     _Row("gather", aten.embedding.default, 3, _looked_up),
     _Row("scatter", aten.embedding_dense_backward.default, 2, _make_scatter, most_bytes=32 * _MIB),
     _Row("random", torch.ops.meshweave.uniform.default, 1, _make_random, most_bytes=4 * _MIB),
-    _Row("fill", aten.full.default, 1, _make_fill),
+    _Row("fill", aten.full.default, 1, lambda pool, n: ([n], 1.0)),
 )

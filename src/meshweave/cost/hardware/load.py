@@ -108,7 +108,9 @@ class _ProfileReader:
         }
         for name, f in known.items():
             if name not in value and f.default is MISSING:
-                raise self.wrong("is missing", (*path, name), "nothing", _expected_text(f))
+                raise self.wrong(
+                    "is missing", (*path, name), "nothing", str(f.metadata.get("expected", f"a table [{name}]"))
+                )
         return kind(**entries)
 
     def value(self, hint: Any, f: Field[Any], value: object, path: Path_) -> Any:
@@ -214,10 +216,6 @@ def _inner(hint: Any) -> Any:
     if get_origin(hint) is types.UnionType:
         return get_args(hint)[0]
     return get_args(hint)[0] if get_origin(hint) is tuple else hint
-
-
-def _expected_text(f: Field[Any]) -> str:
-    return str(f.metadata.get("expected", f"a table [{f.name}]"))
 
 
 def _dotted_path(path: Path_) -> str:
