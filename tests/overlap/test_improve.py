@@ -32,6 +32,20 @@ def test_kernels_of_other_reductions_run_while_the_last_is_awaited() -> None:
     assert [seconds_of(problem, items) for items in (order, both, one)] == [13, 11, 11]
 
 
+def test_communications_of_another_channel_fit_into_the_stall() -> None:
+    """Three reductions of two seconds each on a channel of their own: two fit into a stall of five seconds."""
+    problem = problem_of(
+        *(entry for i in "abc" for entry in (kernel(i, 0.5), communication(f"sum_{i}", 2.0, i, channel="b"))),
+        *(kernel("last", 2.0), communication("sum_last", 5.0, "last")),
+    )
+    order = with_waits(problem, range(8))
+    moved, _ = fill_stall(problem, order, problem.names.index("sum_last"), 5.0)
+    assert [problem.names[x] for x in moved if x >= 0] == [
+        *("a", "sum_a", "last", "sum_last", "b", "sum_b", "c", "sum_c"),
+    ]
+    assert [seconds_of(problem, items) for items in (order, moved)] == [8.5, 7.5]
+
+
 def test_they_are_orders() -> None:
     num_moved = 0
     for seed in range(20):

@@ -14,8 +14,9 @@ _NOTHING, _SEVERAL = -1, -2  # instead of a start: nothing depends on a kernel, 
 def fill_stall(problem: Problem, order: Sequence[int], start: int, stall: float) -> Iterator[list[int]]:
     """Orders in which the stream reaches a start earlier: kernels before it that it does not need run when the stream
     waits for it, `stall` seconds or a part of that. With a kernel move all items that need it, such as the start of its
-    gradient's reduction; so the moved kernels are those that lead to a single start, or none, and take longer than that
-    takes of the same channel. The last of them are moved, because what they need lives until then."""
+    gradient's reduction; so the moved kernels are those that lead to a single start, or none. Of the same channel they
+    take longer than that start takes; of another channel their starts take no longer than the stall. The last of them
+    are moved, because what they need lives until then."""
     at = order.index(start)
     wait = order.index(~start) if problem.is_waited[start] else len(order)
     leads = _leads(problem, order[:wait], start)
@@ -24,17 +25,19 @@ def fill_stall(problem: Problem, order: Sequence[int], start: int, stall: float)
         if x >= 0 and problem.channel[x] < 0 and leads[x] != _SEVERAL:
             seconds[leads[x]] = seconds.get(leads[x], 0.0) + problem.seconds[x]
             place[leads[x]] = i
-    able = []
-    for c in sorted(seconds, key=lambda c: -place[c]):
-        is_same = c >= 0 and problem.channel[c] == problem.channel[start]
-        if seconds[c] > (problem.copy[c] if is_same else 0.0):
-            able.append(c)
+    own = problem.channel[start]
+    channel = {c: problem.channel[c] if c >= 0 else _NOTHING for c in seconds}
+    copy = {c: problem.copy[c] if c >= 0 else 0.0 for c in seconds}
+    able = [c for c in seconds if channel[c] != own or seconds[c] > copy[c]]
+    able.sort(key=lambda c: -place[c])
     for part in _PARTS:
-        moved, total = set[int](), 0.0
+        moved, total, copied = set[int](), 0.0, dict[int, float]()
         for c in able:
-            if total + seconds[c] <= part * stall:
+            copies = 0.0 if channel[c] == own else copied.get(channel[c], 0.0) + copy[c]
+            if total + seconds[c] <= part * stall and copies <= part * stall:
                 moved.add(c)
                 total += seconds[c]
+                copied[channel[c]] = copies
         if moved:
             late = [x for x in order[:wait] if x >= 0 and leads[x] in moved]
             gone = {*late, *(~x for x in late)}
