@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from meshweave.capture.record import storage_of
-from meshweave.capture.selected_rows import Masks, has_rows, on_rows
 from meshweave.capture.trace import user_line
 from meshweave.errors import CaptureError
 from meshweave.interop import pytree
@@ -201,8 +200,14 @@ def _get_item(x: Tensor, index: Any) -> Tensor:
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
+    """Like torch's; a value that is the same for all rows that a mask of data selects needs no number of them."""
     _refuse_positions(index)
-    x[index] = value
+    is_mask = isinstance(index, FakeTensor) and index.dtype is torch.bool and index.shape == x.shape[: index.dim()]
+    if is_mask and isinstance(value, Tensor) and value.dim() <= x.dim() - index.dim():
+        value = torch.where(index.view(*index.shape, *[1] * (x.dim() - index.dim())), value, x)
+        x.copy_(value)
+    else:
+        x[index] = value
 
 
 def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
@@ -390,7 +395,6 @@ class CapturedFunctions(TorchFunctionMode):
         substituted = list(substituted)
         self._stand_ins = {id(tensor) for pair in substituted for tensor in pair}
         self._substituted = {id(own): (own, traced) for own, traced in substituted}
-        self._masks = Masks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -406,20 +410,9 @@ class CapturedFunctions(TorchFunctionMode):
         if func == _SET_DATA and self._is_value_for(*args):
             with torch.no_grad():
                 return args[0].copy_(args[1])
-        result = self._call(func, args, kwargs)
+        result = _TABLE.get(func, func)(*args, **kwargs)
         if func in _ARRAYS:
             result.flags.writeable = False
-        return result
-
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = self._masks.call(func, args, kwargs)
-        if result is not NotImplemented:
-            return result
-        function = _TABLE.get(func, func)
-        if not self._are_as_traced((args, kwargs)) and has_rows((args, kwargs)):
-            return on_rows(func, function, args, kwargs)
-        result = function(*args, **kwargs)
-        self._masks.note(func, args, kwargs, result)
         return result
 
     def _is_value_for(self, x: Tensor, value: Tensor) -> bool:
