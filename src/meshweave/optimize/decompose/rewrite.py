@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from meshweave.ir import local_ops
-from meshweave.ir.collectives import ALL_GATHER, WAIT
+from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from meshweave.ir.graph import erase_unused
 from meshweave.ir.rank import operands_of
 from meshweave.optimize.decompose.algorithms import Algorithm
@@ -127,30 +127,7 @@ def _write_parts_gathered(write: ChunkWriter, start: fx.Node, cut: Cut, consume:
 # reductions
 
 
-def rewrite_scatter(
-    write: ChunkWriter,
-    start: fx.Node,
-    chain: Upstream,
-    ring: Ring,
-    scheme: RingScheme,
-    shapes: Shapes,
-    wide: torch.dtype,
-) -> None:
-    """A reduce-scatter and the matmuls that compute its operand."""
-    wait = wait_of(start)
-    write.follow(start, start)
-    operand = start.args[0]
-    assert isinstance(operand, fx.Node)
-    products = Products(write, shapes, chain, operand)
-    if scheme.row is not None:
-        dtype = shapes.values[operand][0].dtype
-        result = write_reduce(write, scheme.row, ring, products, dtype, wide, wait)
-    else:
-        result = _write_parts_reduced(write, start, products, scheme, _of_piece(chain.cuts[operand], ring))
-    finish(write, result, start, products)
-
-
-def rewrite_reduce(
+def rewrite_sum(
     write: ChunkWriter,
     start: fx.Node,
     chain: Upstream,
@@ -159,18 +136,19 @@ def rewrite_reduce(
     shapes: Shapes,
     wide: torch.dtype,
 ) -> fx.Node | None:
-    """An all-reduce and the matmuls that compute its operand: as a decomposed reduce-scatter and an all-gather, whose
-    start it returns, or as all-reduces of parts."""
-    wait = wait_of(start)
+    """A reduce-scatter or an all-reduce, and the matmuls that compute its operand; a decomposed all-reduce is a
+    reduce-scatter and an all-gather, whose start is returned."""
+    wait, is_scatter = wait_of(start), start.target is REDUCE_SCATTER.op
     write.follow(start, start)
     operand = start.args[0]
     assert isinstance(operand, fx.Node)
     cut, begun = chain.cuts[operand], None
-    products = Products(write, shapes, chain, operand)
+    products, dtype = Products(write, shapes, chain, operand), shapes.values[operand][0].dtype
     if scheme.row is None:
-        result = _write_parts_reduced(write, start, products, scheme, cut)
+        result = _write_parts_reduced(write, start, products, scheme, _of_piece(cut, ring) if is_scatter else cut)
+    elif is_scatter:
+        result = write_reduce(write, scheme.row, ring, products, dtype, wide, wait)
     else:
-        dtype = shapes.values[operand][0].dtype
         own = write_reduce(write, scheme.row, ring, products, dtype, wide)
         gather = ALL_GATHER.op
         begun = write.call(gather, write.contiguous(own), ring.size, ring.group)
@@ -182,16 +160,10 @@ def rewrite_reduce(
         shapes.take_over(result, (stacked,), operand)
         if cut.dim:
             result = write.call(local_ops.join_blocks, result, [ring.size], [0], cut.dim, None)
-    finish(write, result, start, products)
-    return begun
-
-
-def finish(write: ChunkWriter, result: fx.Node, start: fx.Node, products: Products) -> None:
-    """`result` replaces the result of a reduction, whose operand is no longer needed."""
-    wait = wait_of(start)
     products.join(start)
-    inherit(result, wait, products.shapes)
+    inherit(result, wait, shapes)
     erase_unused(write.graph, [wait, *products.parts])
+    return begun
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from meshweave.optimize.decompose.report import (
     joined_reasons,
     no_gain_text,
 )
-from meshweave.optimize.decompose.rewrite import RingScheme, rewrite_gather, rewrite_reduce, rewrite_scatter, wait_of
+from meshweave.optimize.decompose.rewrite import RingScheme, rewrite_gather, rewrite_sum, wait_of
 from meshweave.optimize.decompose.writer import ChunkWriter, Ring, ring_of
 from meshweave.optimize.overlap.prices import ProfilePrices
 from meshweave.optimize.overlap.read import read_problem
@@ -231,8 +231,7 @@ class RingRewriter:
                 wait.prepend(node)
             rewrite_gather(write, start, chain, ring, scheme, shapes, wide)
         else:
-            rewrite = rewrite_scatter if kind == "reduce_scatter" else rewrite_reduce
-            begun = rewrite(write, start, chain, ring, scheme, shapes, wide)
+            begun = rewrite_sum(write, start, chain, ring, scheme, shapes, wide)
             if begun is not None:
                 self.halves.append(begun)
                 self.locate(begun, start, wait)
