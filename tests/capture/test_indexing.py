@@ -104,7 +104,7 @@ def test_a_diagonal_that_wraps_around_in_a_view_is_an_error() -> None:
         lambda out, y: F.cross_entropy(out[y[:, 0] > 0], y[y[:, 0] > 0]),
         lambda out, y: out.masked_select(y > 0).sum(),
         lambda out, y: out[(y[:, 0] > 0).nonzero()].sum(),
-        lambda out, y: out.clone().index_put_((y[:, 0] > 0,), out[:3]).sum(),
+        lambda out, y: out.clone().__setitem__(y[:, 0] > 0, out[:3]),
     ],
 )
 def test_rows_that_a_mask_of_data_selects_are_an_error_at_their_line(use: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -202,12 +202,14 @@ def _get_item(x: Tensor, index: Any) -> Tensor:
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
     """Like torch's; a value that is the same for all rows that a mask of data selects needs no number of them."""
     _refuse_positions(index)
-    is_mask = isinstance(index, FakeTensor) and index.dtype is torch.bool and index.shape == x.shape[: index.dim()]
-    if is_mask and isinstance(value, Tensor) and value.dim() <= x.dim() - index.dim():
-        value = torch.where(index.view(*index.shape, *[1] * (x.dim() - index.dim())), value, x)
-        x.copy_(value)
-    else:
+    parts = index if isinstance(index, tuple) else (index,)
+    mask = next((part for part in parts if isinstance(part, FakeTensor) and part.dtype is torch.bool), None)
+    if mask is None or not isinstance(value, Tensor) or value.numel() == 1:
         x[index] = value
+    elif index is mask and mask.shape == x.shape[: mask.dim()] and value.dim() <= x.dim() - mask.dim():
+        x.copy_(torch.where(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x))
+    else:
+        mask.nonzero()  # the error of a shape that depends on data, at this line
 
 
 def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
