@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshweave.errors import LayoutError
 from meshweave.ir.layout import REDUCE_OPS, Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.placements import layout_from_placements, placements_from_layout
 from meshweave.runtime.dtensor import device_mesh_from_mesh
 
 MESHES = (Mesh("a=3,b=2"), Mesh("a=2,b=3,c=2"), Mesh("a=4,b=2", devices=[5, 3, 1, 7, 0, 2, 6, 4]))
@@ -56,7 +57,7 @@ def cases(mesh: Mesh) -> list[tuple[Layout, tuple[int, ...]]]:
 
 def placements_or_none(layout: Layout, shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
     try:
-        return layout.to_placements(shape)
+        return placements_from_layout(layout, shape)
     except LayoutError:
         return None
 
@@ -98,15 +99,15 @@ def test_values_are_those_that_dtensor_distributes(mesh: Mesh) -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_layout_round_trip(mesh: Mesh) -> None:
     for layout in one_dim_layouts(mesh) + two_dim_layouts(mesh):
-        placements = layout.to_placements((24,) * len(layout.dims))
-        assert Layout.from_placements(placements, mesh, len(layout.dims)) == layout
+        placements = placements_from_layout(layout, (24,) * len(layout.dims))
+        assert layout_from_placements(placements, mesh, len(layout.dims)) == layout
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_placement_round_trip(mesh: Mesh) -> None:
     kinds = [Shard(0), Shard(1), Replicate(), *(Partial(op) for op in REDUCE_OPS)]
     for placements in product(kinds, repeat=len(mesh.axis_names)):
-        assert Layout.from_placements(placements, mesh, 2).to_placements((24, 24)) == placements
+        assert placements_from_layout(layout_from_placements(placements, mesh, 2), (24, 24)) == placements
 
 
 @pytest.mark.parametrize(
@@ -123,14 +124,14 @@ def test_placement_round_trip(mesh: Mesh) -> None:
 def test_golden_placements(text: str, expected: tuple[Placement, ...]) -> None:
     mesh = MESHES[1]
     layout = Layout.parse(text, mesh)
-    assert layout.to_placements((24,)) == expected
-    assert Layout.from_placements(expected, mesh, 1) == layout
+    assert placements_from_layout(layout, (24,)) == expected
+    assert layout_from_placements(expected, mesh, 1) == layout
 
 
 def test_a_unit_that_changes_no_piece_is_dropped() -> None:
     mesh = MESHES[0]
-    assert Layout.parse("[{a}x4]", mesh).to_placements((24,)) == (Shard(0), Replicate())
-    assert Layout.parse("[{a}x3]", mesh).to_placements((7,)) == (Shard(0), Replicate())
+    assert placements_from_layout(Layout.parse("[{a}x4]", mesh), (24,)) == (Shard(0), Replicate())
+    assert placements_from_layout(Layout.parse("[{a}x3]", mesh), (7,)) == (Shard(0), Replicate())
 
 
 def test_mesh_round_trip_in_a_fake_world() -> None:
@@ -155,37 +156,37 @@ ABC = "a=2,b=3,c=2"
     ("make", "message"),
     [
         (
-            lambda: Layout.parse("[{a}x4]", MESHES[1]).to_placements((12,)),
+            lambda: placements_from_layout(Layout.parse("[{a}x4]", MESHES[1]), (12,)),
             f"DTensor cannot cut dim 0 in blocks of 4|layout [{{a}}x4] on mesh {ABC}, shape (12,)|"
             "dim 0 of 12 elements cut as {a}x4: the unit changes the pieces|"
             "a unit of 1, or a size that the blocks of all devices divide",
         ),
         (
-            lambda: Layout.parse("[{c,b}]", MESHES[1]).to_placements((7,)),
+            lambda: placements_from_layout(Layout.parse("[{c,b}]", MESHES[1]), (7,)),
             "DTensor may have other pieces of dim 0, because a strided shard has other remainders|"
             f"layout [{{c,b}}] on mesh {ABC}, shape (7,)|"
             "7 elements over {c,b}|a size that the pieces divide, or the axes in mesh order",
         ),
         (
-            lambda: Layout.from_placements([Shard(0)], MESHES[1], 1),
+            lambda: layout_from_placements([Shard(0)], MESHES[1], 1),
             f"there must be one placement per mesh axis|mesh {ABC}|1 placements|3",
         ),
         (
-            lambda: Layout.from_placements([Shard(2), Replicate(), Replicate()], MESHES[1], 2),
+            lambda: layout_from_placements([Shard(2), Replicate(), Replicate()], MESHES[1], 2),
             f"there is no dim 2 to shard|axis 'a' of mesh {ABC}|Shard(dim=2)|a dim of a tensor with 2 dims",
         ),
         (
-            lambda: Layout.from_placements([_StridedShard(0, split_factor=4), Shard(0), Shard(0)], MESHES[1], 1),
+            lambda: layout_from_placements([_StridedShard(0, split_factor=4), Shard(0), Shard(0)], MESHES[1], 1),
             f"no order of the mesh axes matches this strided shard|axis 'a' of mesh {ABC}|"
             "_StridedShard(dim=0, sf=4)|a split factor of 1, 3, 6",
         ),
         (
-            lambda: Layout.from_placements([Partial("product"), Replicate(), Replicate()], MESHES[1], 1),
+            lambda: layout_from_placements([Partial("product"), Replicate(), Replicate()], MESHES[1], 1),
             f"no layout corresponds to this placement|axis 'a' of mesh {ABC}|Partial(product)|"
             "Shard, Replicate or Partial with one of sum, avg, max, min",
         ),
         (
-            lambda: Layout.replicated(MESHES[1], 1).to_placements((2, 2)),
+            lambda: placements_from_layout(Layout.replicated(MESHES[1], 1), (2, 2)),
             "the layout and the tensor differ in their number of dims|a tensor of shape (2, 2)|[{}] with 1 dims|2 dims",
         ),
     ],

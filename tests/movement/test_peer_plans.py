@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshweave.cost.hardware import AlphaBeta
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.placements import placements_from_layout
 from meshweave.place.movement.plan import plan_move
 from meshweave.runtime.dtensor import device_mesh_from_mesh
 
@@ -106,7 +107,7 @@ def test_the_planners_do_as_dtensor_does_on_a_mesh_with_process_groups():
         for source, target in pairs:
             asked = Question.of(source, target, (16, 16), torch.float32, PROFILE)
             before, after = (
-                DTensorSpec(real, layout.to_placements((16, 16)), tensor_meta=asked.before.tensor_meta)
+                DTensorSpec(real, placements_from_layout(layout, (16, 16)), tensor_meta=asked.before.tensor_meta)
                 for layout in (source, target)
             )
             infos = _redistribute._gen_transform_infos_non_cached(before, after)

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshweave.errors import LayoutError
 from meshweave.ir.layout import Layout
+from meshweave.ir.placements import placements_from_layout
 from meshweave.place.assign import Assignment
 
 AGREES, DISAGREES, REDISTRIBUTES = "agrees", "disagrees", "redistributes"
@@ -47,7 +48,10 @@ def ask(case: Case, option: Assignment, devices: DeviceMesh) -> Answer:
     """DTensor's answer to the operand layouts of `option`, a layout over one axis."""
     try:
         operands = [_distributed(v, w, devices) for v, w in zip(case.operands, option.operands, strict=True)]
-        ours = [_placement(w.to_placements(v.shape)[0]) for v, w in zip(case.expected, option.results, strict=True)]
+        ours = [
+            _placement(placements_from_layout(w, v.shape)[0])
+            for v, w in zip(case.expected, option.results, strict=True)
+        ]
     except LayoutError:
         return Answer(INEXPRESSIBLE)
     values = iter(operands)
@@ -69,7 +73,7 @@ def ask(case: Case, option: Assignment, devices: DeviceMesh) -> Answer:
 
 def _distributed(value: torch.Tensor, layout: Layout, devices: DeviceMesh) -> DTensor:
     box = layout.box(value.shape, {"a": 0})
-    placements = layout.to_placements(value.shape)
+    placements = placements_from_layout(layout, value.shape)
     piece = value[box.slices()].contiguous()
     return DTensor.from_local(piece, devices, placements, run_check=False, shape=value.shape, stride=value.stride())
 

@@ -13,7 +13,7 @@ from transformers import Trainer
 
 from meshweave.compile import compile
 from meshweave.errors import LayoutError
-from meshweave.integrations.whole import whole
+from meshweave.runtime.state import full_tensors
 from meshweave.train_step import TrainStep
 
 _NUM_ITEMS = "num_items_in_batch"
@@ -132,7 +132,7 @@ class MeshweaveTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None:
-            state_dict = whole(self.model.state_dict())
+            state_dict = full_tensors(self.model.state_dict())
             first: dict[Tensor, str] = {}
             for name, parameter in self.model.named_parameters(remove_duplicate=False):  # tied weights stay tied
                 state_dict[name] = state_dict[first.setdefault(parameter, name)]
@@ -140,7 +140,7 @@ class MeshweaveTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = self.optimizer
-        state = whole(optimizer.state_dict())
+        state = full_tensors(optimizer.state_dict())
         self.optimizer = SimpleNamespace(state_dict=lambda: state)
         try:
             super()._save_optimizer_and_scheduler(output_dir)

@@ -8,8 +8,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.tensor import DTensor
 
 from meshweave.errors import StepError
-from meshweave.integrations.whole import whole
 from meshweave.interop.hooks import has_stepped
+from meshweave.runtime.state import full_tensors
 
 
 class MeshweaveStrategy(DDPStrategy):
@@ -68,8 +68,8 @@ class MeshweaveStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Parameters and buffers, whole. All processes call it."""
-        return dict(whole(super().lightning_module_state_dict()))
+        return dict(full_tensors(super().lightning_module_state_dict()))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of an optimizer, whole. All processes call it."""
-        return dict(whole(super().optimizer_state(optimizer)))
+        return dict(full_tensors(super().optimizer_state(optimizer)))

@@ -14,7 +14,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box, largest_chunk, nested_chunk, unit_matters
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
+    pass
 
 REDUCE_OPS = ("sum", "avg", "max", "min")
 
@@ -272,19 +272,6 @@ class Layout:
             shares = prod(self.mesh.size(axis) for axis, d, _ in self.owned if d == dim)
             pieces[dim] = -(-pieces[dim] // shares)
         return tuple(pieces)
-
-    def to_placements(self, shape: Sequence[int]) -> tuple[Placement, ...]:
-        """The DTensor placements, one per mesh axis. Raises LayoutError if DTensor cannot express the layout."""
-        from meshweave.ir.placements import placements_from_layout
-
-        return placements_from_layout(self, shape)
-
-    @staticmethod
-    def from_placements(placements: Sequence[Placement], mesh: Mesh, num_dims: int) -> Layout:
-        """The layout of DTensor `placements` (one per axis of `mesh`)."""
-        from meshweave.ir.placements import layout_from_placements
-
-        return layout_from_placements(placements, mesh, num_dims)
 
 
 _LAYOUT = re.compile(

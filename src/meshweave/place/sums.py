@@ -43,7 +43,7 @@ class Sums:
                 so_far, gradient = (first, second) if is_first else (second, first)
                 self.operands[value] = so_far, gradient
                 self.of_gradient.setdefault(gradient, []).append(value)
-                while _is_passed(gradient):
+                while len(tensor_inputs(gradient)) == 1 and (gradient.target in VIEWS or gradient.target in CASTS):
                     self.paths.add(gradient)
                     (gradient,) = tensor_inputs(gradient)
                 self.parts.add(gradient)
@@ -86,10 +86,6 @@ class Sums:
             return price(produced, sums, spec) + price(sums, stored, spec) / self.microbatches
 
         return priced
-
-
-def _is_passed(node: fx.Node) -> bool:
-    return len(tensor_inputs(node)) == 1 and (node.target in VIEWS or node.target in CASTS)
 
 
 def sum_bytes(placed: StepGraph) -> tuple[int, int]:

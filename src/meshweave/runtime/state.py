@@ -13,6 +13,7 @@ from torch import Tensor
 
 from meshweave.capture.step import LossScale
 from meshweave.errors import MeshError, StepError
+from meshweave.interop import pytree
 from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
@@ -202,6 +203,11 @@ def full_values(tensor: Any) -> Tensor:
     """A tensor's values; for a DTensor, those of the full tensor, which all ranks request together."""
     values: Tensor = tensor.detach()
     return values.full_tensor() if hasattr(values, "full_tensor") else values
+
+
+def full_tensors(state: Any) -> Any:
+    """A nest of containers with every DTensor in it gathered. All processes call it, with the same nest."""
+    return pytree.tree_map(lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x, state)
 
 
 def is_here(tensor: Any) -> bool:

@@ -125,7 +125,8 @@ class LinkTimer:
             transfer_entry = Transfer(source, target, Spec((count,), torch.float32))
         else:
             source, target = (
-                Layout.parse("[{d}]", Mesh(f"d={len(ids)}", devices=ids)) for ids in (members, _next_members(members))
+                Layout.parse("[{d}]", Mesh(f"d={len(ids)}", devices=ids))
+                for ids in (members, (*members[1:], members[0]))
             )
             transfer_entry = Transfer(source, target, Spec((count * len(members),), torch.float32))
         if self.rank not in (*transfer_entry.source.mesh.devices, *transfer_entry.target.mesh.devices):
@@ -173,10 +174,6 @@ class LinkTimer:
 def lead_of(received: int) -> int:
     """How many communications, each of which gives a device so many bytes, run before the measurement."""
     return math.ceil(_BUCKET_BYTES / received) if received >= _LEAST_LED else 0
-
-
-def _next_members(members: Sequence[int]) -> tuple[int, ...]:
-    return (*members[1:], members[0])
 
 
 def local_bytes_of(op: str, size: int, received: int) -> int:

@@ -134,10 +134,6 @@ def _rows(like: Cut, order: Order, into: tuple[Order, int] | None = None) -> Cut
     return Cut(0, like.outer, like.count) if plain else SortedChunks(0, like.outer, like.count, order, into)
 
 
-def _order_of(cut: Cut) -> Order:
-    return cut.order if isinstance(cut, SortedChunks) else None
-
-
 # sorts, and positions of rows
 
 
@@ -147,7 +143,8 @@ def _sort(node: fx.Node, end: End, cut: Cut) -> RowRule | None:
         return None
     if end.is_result:
         raise NoCut("it sorts all rows")
-    size, order, into = spec_of(x).shape[0], _order_of(cut), cut.into if isinstance(cut, SortedChunks) else None
+    size = spec_of(x).shape[0]
+    order, into = (cut.order, cut.into) if isinstance(cut, SortedChunks) else (None, None)
     if isinstance(cut, HistogramChunks):
         raise NoCut("it sorts counts")
     if into is None:
