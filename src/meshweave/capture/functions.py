@@ -204,7 +204,7 @@ def _set_item(x: Tensor, index: Any, value: Any) -> None:
     _refuse_positions(index)
     parts = index if isinstance(index, tuple) else (index,)
     mask = next((part for part in parts if isinstance(part, FakeTensor) and part.dtype is torch.bool), None)
-    if mask is None or not isinstance(value, Tensor) or value.numel() == 1:
+    if mask is None or not isinstance(value, Tensor) or (index is not mask and not value.dim()):
         x[index] = value
     elif index is mask and mask.shape == x.shape[: mask.dim()] and value.dim() <= x.dim() - mask.dim():
         x.copy_(torch.where(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x))
