@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from meshweave.capture.record import storage_of
+from meshweave.capture.selected_rows import Masks, has_rows, on_rows
 from meshweave.capture.trace import user_line
 from meshweave.errors import CaptureError
 from meshweave.interop import pytree
@@ -200,16 +201,8 @@ def _get_item(x: Tensor, index: Any) -> Tensor:
 
 
 def _set_item(x: Tensor, index: Any, value: Any) -> None:
-    """Like torch's; a value that is the same for all rows that a mask of data selects needs no number of them."""
     _refuse_positions(index)
-    parts = index if isinstance(index, tuple) else (index,)
-    mask = next((part for part in parts if isinstance(part, FakeTensor) and part.dtype is torch.bool), None)
-    if mask is None or not isinstance(value, Tensor) or (index is not mask and not value.dim()):
-        x[index] = value
-    elif index is mask and mask.shape == x.shape[: mask.dim()] and value.dim() <= x.dim() - mask.dim():
-        x.copy_(torch.where(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), value, x))
-    else:
-        mask.nonzero()  # the error of a shape that depends on data, at this line
+    x[index] = value
 
 
 def _fill_diagonal(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
@@ -397,6 +390,7 @@ class CapturedFunctions(TorchFunctionMode):
         substituted = list(substituted)
         self._stand_ins = {id(tensor) for pair in substituted for tensor in pair}
         self._substituted = {id(own): (own, traced) for own, traced in substituted}
+        self._masks = Masks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -412,9 +406,20 @@ class CapturedFunctions(TorchFunctionMode):
         if func == _SET_DATA and self._is_value_for(*args):
             with torch.no_grad():
                 return args[0].copy_(args[1])
-        result = _TABLE.get(func, func)(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         if func in _ARRAYS:
             result.flags.writeable = False
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = self._masks.call(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        function = _TABLE.get(func, func)
+        if not self._are_as_traced((args, kwargs)) and has_rows((args, kwargs)):
+            return on_rows(func, function, args, kwargs)
+        result = function(*args, **kwargs)
+        self._masks.note(func, args, kwargs, result)
         return result
 
     def _is_value_for(self, x: Tensor, value: Tensor) -> bool:

@@ -14,11 +14,11 @@ import torch.nn.modules.batchnorm
 
 _DYNAMIC = (
     "the shape of a result depends on data",
-    "use fixed shapes and masks: F.cross_entropy(x[mask], y[mask]) is F.cross_entropy(x, torch.where(mask, y, -100)), "
-    "x[mask].mean() is torch.where(mask[:, None], x, 0).sum() / mask.sum() / x[0].numel(), x[mask].amax(0) is "
-    "torch.where(mask[:, None], x, -torch.inf).amax(0), x[mask] = f(x[mask]) is torch.where(mask[:, None], f(x), x), "
-    "the number of rows is mask.sum(). A mask that forward makes of numbers, or that is a plain attribute, no buffer, "
-    "selects any way. "
+    "use fixed shapes and masks. What follows x[mask], nonzero or masked_select may treat rows one by one, and end in "
+    "a sum, a mean or a loss over them; write the rest out: x[mask].mean() is "
+    "torch.where(mask[:, None], x, 0).sum() / mask.sum() / x[0].numel(), x[mask].amax(0) is "
+    "torch.where(mask[:, None], x, -torch.inf).amax(0), the number of rows is mask.sum(). A mask "
+    "that forward makes of numbers, or that is a plain attribute, no buffer, selects any way. "
     "Experts that loop over the tokens they get: "
     'for a Hugging Face model, model.set_experts_implementation("grouped_mm"); in your own model, '
     "torch.nn.functional.grouped_mm, or every expert on all tokens, weighted by (chosen == expert)",
@@ -40,6 +40,7 @@ _FAILURES = (
         "for the other direction turn sequences round: x.gather(1, (lengths[:, None] - 1 - positions) % x.shape[1])",
     ),
     ("DynamicOutputShapeException", *_DYNAMIC),
+    ("RowsError", *_DYNAMIC),
     (
         "DataDependentOutputException",
         "the model's control flow depends on data",
