@@ -240,14 +240,22 @@ class OrderSearch:
         )
 
     def fastest(self) -> list[tuple[str, _Shape, Policy]]:
-        """The methods of the fastest orders so far, under the present limit and overall, distinct times first."""
+        """The methods of the fastest orders so far, under the present limit and overall: first that of each set of
+        buckets that is hardly slower, then distinct times."""
         most = max(2, _AGAIN // max(1, self.merger.reading.problem.num_items))
         ranked = sorted(self.attempts, key=lambda attempt: attempt[0].seconds[0])
         distinct: dict[tuple[int, Policy], tuple[str, _Shape, Policy]] = {}
         for room in (self.room, inf):
             fitting = [attempt for attempt in ranked if attempt[0].peak <= room]
+            least = (1 + _CLOSE) * min((c.seconds[0] for c, *_ in fitting), default=0.0)
+            of_set = {c.merged.buckets: c for c, *_ in reversed(fitting) if c.seconds[0] <= least}
             first = {round(c.seconds[0], 9): c for c, *_ in reversed(fitting)}
-            fitting.sort(key=lambda attempt: attempt[0] is not first[round(attempt[0].seconds[0], 9)])
+            fitting.sort(
+                key=lambda attempt: (
+                    attempt[0] is not of_set.get(attempt[0].merged.buckets),
+                    attempt[0] is not first[round(attempt[0].seconds[0], 9)],
+                )
+            )
             distinct |= {(id(shape), policy): (c.name, shape, policy) for c, shape, policy in fitting[:most]}
         return list(distinct.values())
 
@@ -365,17 +373,22 @@ class OrderSearch:
             best, (gathers, reductions) = seconds, sizes
 
     def lighten(self) -> None:
-        """Where the busiest link never pauses in the fastest order, only buckets with less work of that link can be
-        faster: the best of them are scheduled by all methods."""
+        """While the busiest link never pauses in the fastest order, only buckets with less work of that link can be
+        faster: the best of them, or larger ones if there are none, are scheduled by all methods."""
         best = self.best()
-        links = max(best.merged.problem.work()[:-1])
-        if best.seconds[0] <= (1 + _CLOSE) * links:
+        while best.seconds[0] <= (1 + _CLOSE) * (links := max(best.merged.problem.work()[:-1])):
             light = (1 - ENOUGH) * links
             lighter = [b for b in self.bucketed if max(self.shape(b).merged.problem.work()[:-1]) < light]
-            if lighter:
-                buckets = min(lighter, key=lambda b: self.bucketed[b])
-                seconds = (c.seconds[0] for c in self.schedule_all(buckets))
-                self.bucketed[buckets] = min(self.bucketed[buckets], *seconds)
+            if not lighter:
+                size = 1.5 * max(map(max, self.tried))
+                self.try_buckets(size, size)
+                lighter = [self.tried[size, size]]
+            buckets = min(lighter, key=lambda b: self.bucketed[b])
+            seconds = [c.seconds[0] for c in self.schedule_all(buckets)]
+            self.bucketed[buckets] = min(self.bucketed[buckets], *seconds)
+            last, best = best, self.best()
+            if best.seconds[0] >= last.seconds[0] * (1 - ENOUGH):
+                return
 
     def fastest_method(self) -> tuple[Method, ...]:
         """The method of the fastest order with buckets so far, if any."""
