@@ -67,13 +67,20 @@ def _cdist_backward(generator: torch.Generator) -> tuple[Any, ...]:
     return F(3, 5, 2).make(generator), x, y, 2.0, torch.cdist(x, y)
 
 
+def _cdist_backward_broadcast(generator: torch.Generator) -> tuple[Any, ...]:
+    x, y = R(6, 4).make(generator), R(3, 5, 4).make(generator)
+    return F(3, 6, 5).make(generator), x, y, 2.0, torch.cdist(x, y)
+
+
 TABLES = [
     made(aten.bucketize.Tensor, lambda g: (R(5, 4).make(g), torch.linspace(-1, 1, 5)), exact=True),
     made(aten.searchsorted.Tensor, lambda g: (torch.linspace(-1, 1, 5), R(5, 4).make(g)), exact=True),
     made(aten.searchsorted.Tensor, lambda g: (R(5, 6).make(g).sort()[0], R(5, 4).make(g)), exact=True),
     sample(aten.isin.Tensor_Tensor, I(5, 4, high=9), I(3, high=9)),
     sample(aten._cdist_forward.default, R(3, 5, 4), R(3, 2, 4), 2.0, None, exact=False),
+    sample(aten._cdist_forward.default, R(3, 5, 4), R(6, 4), 2.0, None, exact=False),
     made(aten._cdist_backward.default, _cdist_backward),
+    made(aten._cdist_backward.default, _cdist_backward_broadcast),
 ]
 
 

@@ -169,22 +169,24 @@ add(_scans, lambda node: _along_dim(node, named_argument(node, "dim", -1)))
 
 
 def _distances(node: fx.Node) -> Rule:
-    """Distances of rows: x [..., p, d], y [..., r, d] -> [..., p, r]."""
+    """Distances of rows: x [..., p, d], y [..., r, d] -> [..., p, r]; batch dims broadcast."""
     x, y = (spec_of(n).shape for n in tensor_inputs(node))
     build = RuleBuilder()
-    *batch, p = build.dims(x[:-1])
-    r, size = (build.factor(y[-2]),), (build.factor(x[-1], whole=True),)
-    return build.rule([[*batch, p, size], [*batch, r, size]], [[*batch, p, r]])
+    *batch, p, r = build.dims(spec_of(node).shape)
+    size = (build.factor(x[-1], whole=True),)
+    left, right = build.broadcast(x, [*batch, p, size]), build.broadcast(y, [*batch, r, size])
+    return build.rule([left, right], [[*batch, p, r]])
 
 
 def _distances_backward(node: fx.Node) -> Rule:
-    """Operands grad, x, y, distances; the gradient of x is a sum over the rows of y."""
-    grad, x, _, _ = (spec_of(n).shape for n in tensor_inputs(node))
+    """Operands grad, x, y, distances; the gradient of x is a sum over the rows of y. It has the batch dims of grad."""
+    grad, x, y, _ = (spec_of(n).shape for n in tensor_inputs(node))
     build = RuleBuilder()
-    *batch, p, r = build.dims(grad)
+    *batch, p, r = pairs = build.dims(grad)
     size = (build.factor(x[-1], whole=True),)
-    pairs, left, right = [*batch, p, r], [*batch, p, size], [*batch, r, size]
-    return build.rule([pairs, left, right, pairs], [left], sums({0}))
+    result = [*batch, p, size]
+    left, right = build.broadcast(x, result), build.broadcast(y, [*batch, r, size])
+    return build.rule([pairs, left, right, pairs], [result], sums({0}))
 
 
 def _spectrum(node: fx.Node) -> Rule:
@@ -197,7 +199,7 @@ def _spectrum(node: fx.Node) -> Rule:
 
 
 add(aten._cdist_forward.default, _distances)
-add(aten._cdist_backward.default, _distances_backward)
+add(aten._cdist_backward.default, _distances_backward, on_piece=GUARDED)  # of no rows it has the shape of x
 add([aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default], _spectrum, on_piece=GUARDED)
 
 
