@@ -126,6 +126,20 @@ def test_steps_after_a_communication_start_ahead_too() -> None:
     assert order(prefetch(w.role(("loss", x)), 1)) == ahead
 
 
+def test_what_depends_on_the_wait_of_an_earlier_block_stays_behind_it() -> None:
+    w = Written()
+    x, a = w.input("x", "batch"), w.input("a", rows=2)
+    w.at = Origin("forward", "layers.0")
+    full = w.wait("full_0", w.gather("gather_0", a))
+    x = w.mm("mm_0", x, full)
+    w.at = Origin("forward", "layers.1")
+    own = w.wait("own", w.scatter("scatter", full))
+    x = w.mm("mm_1", x, w.wait("full_1", w.gather("gather_1", own)))
+    role = prefetch(w.role(("loss", x)), 1)
+    assert order(role) == "gather_0 full_0 mm_0 scatter own gather_1 full_1 mm_1"
+    role.graph.lint()
+
+
 @pytest.mark.parametrize(("group", "is_moved"), [("d", True), ("p", False)])
 def test_collectives_with_other_roles_keep_their_places(group: str, is_moved: bool) -> None:
     """Devices 0 and 1 are a role: the groups of d are within it, those of p are with the devices of another."""

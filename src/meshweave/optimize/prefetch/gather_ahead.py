@@ -99,11 +99,14 @@ def _chain(start: fx.Node, order: dict[fx.Node, int]) -> Sequence[fx.Node]:
 
 
 def _move(nodes: Sequence[fx.Node], anchor: fx.Node) -> None:
-    """Move nodes, in order, before `anchor`, unless they are there already. Shared operands of several starts (symbols,
-    a tensor) move once, with the first of them."""
+    """Move nodes, in order, before `anchor`, unless they are there already or depend on it. Shared operands of several
+    starts (symbols, a tensor) move once, with the first of them."""
     position = {node: i for i, node in enumerate(anchor.graph.nodes)}
+    dependents = {anchor}
     for node in dict.fromkeys(nodes):
-        if position[node] > position[anchor]:
+        if not dependents.isdisjoint(node.all_input_nodes):
+            dependents.add(node)
+        elif position[node] > position[anchor]:
             anchor.prepend(node)
 
 
