@@ -134,6 +134,17 @@ def test_a_model_that_torch_compile_has_wrapped() -> None:
         assert "remove torch.compile" in caught.value.hint
 
 
+def test_a_function_under_torch_compile_runs_eagerly() -> None:
+    """Dynamo does not compile the tracer with it."""
+
+    def never(graph: Any, inputs: Any) -> Any:
+        raise AssertionError
+
+    net = Net()
+    net.up.forward = torch.compile(net.up.forward, backend=never)  # type: ignore[method-assign]
+    compiled(net)
+
+
 def test_gradients_before_a_step() -> None:
     step = compiled(run=mw.RunOptions(keep_gradients=True))
     with pytest.raises(mw.StepError, match="before the first step"):

@@ -392,9 +392,10 @@ def _without_autocast_cache() -> Iterator[None]:
 @contextmanager
 def capture_errors() -> Iterator[None]:
     """The model runs on fake tensors: any error of it becomes a CaptureError with the user's line. oneDNN is off,
-    because it runs a float32 recurrent layer as a single op that only CPUs have."""
+    because it runs a float32 recurrent layer as a single op that only CPUs have. Functions under torch.compile run
+    eagerly: Dynamo would compile the tracer with them."""
     try:
-        with without_onednn(), _without_autocast_cache():
+        with without_onednn(), _without_autocast_cache(), torch.compiler.set_stance("force_eager"):
             yield
     except (MeshweaveError, Difference, ConstantsWritten):
         raise
