@@ -81,7 +81,8 @@ def _runs_again() -> bool:
     return frame is not None and frame.f_code.co_filename == _CHECKPOINT
 
 
-def _line_of(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """Source line at which an error was raised or passed on, neither in torch nor in meshweave; or ""."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_foreign(f.filename)]
     return _place(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else ""
 
@@ -402,4 +403,4 @@ def capture_errors() -> Iterator[None]:
     except Exception as error:
         got = f"{type(error).__name__}: {error}"
         what, hint = failure(error)
-        raise CaptureError(what, where=_line_of(error), got=got, hint=hint) from error
+        raise CaptureError(what, where=line_of(error), got=got, hint=hint) from error

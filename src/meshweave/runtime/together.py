@@ -79,7 +79,7 @@ def _difference(topic: str, others: Sequence[int], expected: str, got: str) -> M
     longer = (want[len(have) :] or ["nothing more"])[0], (have[len(want) :] or ["nothing more"])[0]
     first, other = next(((a, b) for a, b in zip(want, have, strict=False) if a != b), longer)
     return MeshweaveError(
-        f"ranks compile with another {topic}: they would not train one model",
+        f"ranks differ in their {topic}: they would not train one model",
         where=names_of_ranks(others),
         got=f"{other[:_SHOWN]}, on rank {others[0]}",
         expected=f"{first[:_SHOWN]}, as on rank 0",

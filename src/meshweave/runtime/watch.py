@@ -29,8 +29,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from meshweave.capture.batch import shapes_text
-from meshweave.capture.trace import user_line
-from meshweave.errors import StepError
+from meshweave.capture.trace import line_of, user_line
+from meshweave.errors import MeshweaveError, StepError
 from meshweave.interop.process_groups import default_store
 from meshweave.runtime.hub import GRACE, Hub, MessageLink, message
 
@@ -155,8 +155,7 @@ class Watch:
 
     def _spread(self, error: BaseException) -> None:
         """Make sure that the first failure is known everywhere."""
-        text = f"{type(error).__name__}: {error}".rstrip(": ")[:_MAX_TEXT]
-        failure = {"what": f"rank {self.rank} failed", "got": text, "rank": self.rank}
+        failure = {"what": f"rank {self.rank} failed", "got": _text_of(error), "rank": self.rank}
         is_lost = _is_lost(error)  # because of another failure, for which rank 0 waits
         if is_lost:
             failure |= {"what": f"a communication of rank {self.rank} has broken", "rank": -1}
@@ -255,7 +254,7 @@ class Watch:
         self._is_closed = True
         atexit.unregister(self.close)
         if not self._has_left:
-            self._leave(uncaught_exception()[:_MAX_TEXT])
+            self._leave(uncaught_exception())
         if self._hub is not None:
             is_healthy = self.failure is None
             self._hub.await_others(END if is_healthy else LOCKSTEP, is_healthy=is_healthy)
@@ -403,7 +402,14 @@ def _is_lost(error: BaseException | None) -> bool:
 def uncaught_exception() -> str:
     """The exception that ends this script, as text; empty if none does. Python records it when it prints it."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # Python 3.12 and later
-    return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
+    return "" if error is None else _text_of(error)
+
+
+def _text_of(error: BaseException) -> str:
+    """An error as text, with its line of the script if it does not say one itself."""
+    text = f"{type(error).__name__}: {error}".rstrip(": ")[:_MAX_TEXT]
+    line = "" if isinstance(error, MeshweaveError) else line_of(error)
+    return f"{text} at {line}" if line else text
 
 
 def address_towards(host: str) -> str:
