@@ -385,7 +385,7 @@ class OrderSearch:
                 lighter = [self.tried[size, size]]
             buckets = min(lighter, key=lambda b: self.bucketed[b])
             seconds = [c.seconds[0] for c in self.schedule_all(buckets)]
-            self.bucketed[buckets] = min(self.bucketed[buckets], *seconds)
+            self.bucketed[buckets] = min([self.bucketed[buckets], *seconds])
             last, best = best, self.best()
             if best.seconds[0] >= last.seconds[0] * (1 - ENOUGH):
                 return
