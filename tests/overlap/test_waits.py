@@ -41,9 +41,9 @@ def line(seconds: float, *, first_reader: int = 4) -> Problem:
     return problem_of(communication("x", seconds), *kernels)
 
 
-@pytest.mark.parametrize(("seconds", "place"), [(0.4, 1), (0.5, 1), (0.6, 2), (1.0, 2), (1.4, 3), (9.0, 4)])
-def test_a_wait_stands_where_twice_the_time_is_over(seconds: float, place: int) -> None:
-    """Kernel i begins at second i: the wait comes before the first that begins after twice the communication."""
+@pytest.mark.parametrize(("seconds", "place"), [(0.3, 1), (0.4, 2), (0.6, 2), (0.9, 3), (1.4, 4), (9.0, 4)])
+def test_a_wait_stands_where_three_times_the_time_is_over(seconds: float, place: int) -> None:
+    """Kernel i begins at second i: the wait comes before the first that begins after three times the communication."""
     problem = line(seconds)
     expected = ["x", *(f"k{i}" for i in range(place)), "~x", *(f"k{i}" for i in range(place, 5))]
     assert named(problem, sunk_waits(problem, range(6), None)) == expected

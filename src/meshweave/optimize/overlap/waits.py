@@ -9,7 +9,7 @@ from meshweave.cost.simulate.clock import Slowdown
 from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.play import play
 
-_MARGIN = 2.0  # a wait stands where the communication is done although it takes so many times as long as said
+_MARGIN = 3.0  # a wait stands where the communication is done although it takes so many times as long as said
 
 
 def with_waits(problem: Problem, order: Sequence[int]) -> list[int]:
@@ -70,8 +70,8 @@ def _places(problem: Problem, order: Order) -> tuple[list[int], list[int]]:
 
 
 def sunk_waits(problem: Problem, order: Sequence[int], slowdown: Slowdown | None) -> list[int]:
-    """The order of items with waits where they block nothing even if communication takes twice as long as said, and
-    release memory as soon as that allows. One that is needed earlier stands before what needs it."""
+    """The order of items with waits where they block nothing even if communication takes `_MARGIN` times as long as
+    said, and release memory as soon as that allows. One that is needed earlier stands before what needs it."""
     items = [x for x in order if x >= 0]
     played = play(problem.slower(_MARGIN), with_waits(problem, items), slowdown)
     complete: list[int] = []
