@@ -191,7 +191,7 @@ def test_a_set_of_buckets_that_nobody_tried_says_why() -> None:
     chosen = judged.order(PLAIN)
     (row,) = merge_rows(judged.search, chosen)
     assert row.reason == "together 0.0 MB, more than 0 MB"
-    judged.search.tried[1e6, 1e6] = 1.0
+    judged.search.by_size[1e6, 1e6] = ()
     (row,) = merge_rows(judged.search, chosen)
     assert row.reason == "in every set of buckets that was tried either of them is in another bucket"
 

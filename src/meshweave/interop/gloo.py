@@ -9,6 +9,7 @@ same values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -28,8 +29,7 @@ def let_gathers_overlap() -> torch.library.Library:
     enough. For code that is about to run a graph in this process, never for code that only plans one."""
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor", _all_gather, "CPU")
-    each = lambda parts, *group: [_all_gather(x, *group) for x in parts]  # noqa: E731
-    library.impl("all_gather_into_tensor_coalesced", each, "CPU")
+    library.impl("all_gather_into_tensor_coalesced", _all_gather_each, "CPU")
     return library  # its registrations end with it
 
 
@@ -64,3 +64,7 @@ def _all_gather(x: Tensor, group_size: int, group_name: str) -> Tensor:
     whole = x.new_empty(group_size * rows, *others)
     gathered: Tensor = _ops.all_gather_into_tensor_out.default(x, group_size, group_name, out=whole)
     return gathered
+
+
+def _all_gather_each(parts: Sequence[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+    return [_all_gather(x, group_size, group_name) for x in parts]

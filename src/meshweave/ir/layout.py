@@ -7,14 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
 from meshweave.errors import LayoutError
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import Box, largest_chunk, nested_chunk, unit_matters
-
-if TYPE_CHECKING:
-    pass
 
 REDUCE_OPS = ("sum", "avg", "max", "min")
 

@@ -201,8 +201,8 @@ def lasting(roles: Sequence[RankGraph]) -> list[tuple[Input, Layout]]:
 
 def full_values(tensor: Any) -> Tensor:
     """A tensor's values; for a DTensor, those of the full tensor, which all ranks request together."""
-    values: Tensor = tensor.detach()
-    return values.full_tensor() if hasattr(values, "full_tensor") else values
+    values: Tensor = full_tensors(tensor.detach())
+    return values
 
 
 def full_tensors(state: Any) -> Any:

@@ -85,6 +85,7 @@ def seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microba
 
 
 def seconds_of_tasks(tasks: Tasks, profile: MachineProfile) -> StepSeconds:
+    """The same for tasks that were lowered with the default fusion."""
     streams, kernels = tasks.schedule.streams, [task.kernel is not None for task in tasks.tasks]
 
     def longest(streams: Sequence[Sequence[int]], of_kernels: bool) -> float:

@@ -38,8 +38,8 @@ def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule
     ranked = _distinct([c for c in candidates if c.seconds[0] <= limit])
     fastest = ranked[0].seconds[0]
     slower: dict[int, tuple[float, ...]] = {}  # by candidate, under `SLOWER`
-    accepted, most = fastest, (1 + ENOUGH) * fastest
-    if rule != "nominal":
+    accepted, most, is_robust = fastest, (1 + ENOUGH) * fastest, rule != "nominal"
+    if is_robust:
         close = [c for c in ranked if c.seconds[0] <= (1 + _WIDE) ** 2 * fastest]
         slower = {
             id(c): tuple(scenario.seconds(c.merged.problem, c.order, slowdown) for scenario in SLOWER) for c in close
@@ -47,7 +47,7 @@ def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule
         accepted = _accepted_seconds(close, slower)
         most = (1 + _NEAR) * accepted
     near = [c for c in ranked if accepted <= c.seconds[0] <= most]
-    if slower:
+    if is_robust:
         losses = _losses(near, slower)
         near.sort(key=lambda c: losses[id(c)])
     num_judged = _JUDGED_SMALL if candidates[0].merged.problem.num_items <= SMALL else _JUDGED
@@ -56,10 +56,10 @@ def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule
     best = [min(column) for column in zip(*(c.seconds for c in judged.values()), strict=True)]
     regrets = {key: max(map(_regret, c.seconds, best)) for key, c in judged.items()}
     able = [id(c) for c in near if id(c) in judged]
-    if rule == "nominal":
-        chosen = min(able, key=lambda key: (judged[key].busy, judged[key].seconds[0]))
-    else:
-        chosen = min(able, key=lambda key: (round(regrets[key], 4), judged[key].busy, judged[key].seconds[0]))
+    rank = {
+        key: (round(regrets[key], 4) if is_robust else 0.0, judged[key].busy, judged[key].seconds[0]) for key in able
+    }
+    chosen = min(able, key=lambda key: rank[key])
     return OrderChoice(judged[chosen], tuple(judged.values()), regrets[chosen])
 
 
@@ -94,9 +94,9 @@ def _distinct(candidates: Sequence[OrderCandidate]) -> list[OrderCandidate]:
 
 def _judge(c: OrderCandidate, slowdown: Slowdown | None, slower: Sequence[float]) -> OrderCandidate:
     """The candidate under every scenario; `slower`: its seconds under `SLOWER`, if known."""
-    known = dict(zip(SLOWER, slower, strict=False))
+    by_scenario = dict(zip(SLOWER, slower, strict=False))
     problem, order = c.merged.problem, c.order
-    rest = [known[s] if s in known else s.seconds(problem, order, slowdown) for s in SCENARIOS[1:]]
+    rest = [by_scenario[s] if s in by_scenario else s.seconds(problem, order, slowdown) for s in SCENARIOS[1:]]
     return replace(c, seconds=(c.seconds[0], *rest))
 
 

@@ -68,6 +68,10 @@ class Problem:
             work[channel] += copy if channel >= 0 else seconds
         return work
 
+    def busiest_link(self) -> float:
+        """Seconds of the channel with the most work; 0 without channels."""
+        return max(self.work()[:-1], default=0.0)
+
     def users(self) -> list[list[int]]:
         """Per item the items that come after it or need its communication complete (twice, if both). Computed once,
         when the problem is complete."""

@@ -109,8 +109,8 @@ class OrderSearch:
     # the order of least peak, independent of the cap: a cap that the user can ask for
     least: OrderCandidate | None = None
     spans: dict[tuple[Policy, int], list[tuple[float, float]]] = field(default_factory=dict)  # of methods, see `span`
-    tried: dict[tuple[float, float], tuple[Bucket, ...]] = field(default_factory=dict)  # sizes -> buckets
-    bucketed: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # and the seconds of their fastest order
+    by_size: dict[tuple[float, float], tuple[Bucket, ...]] = field(default_factory=dict)  # sizes -> buckets
+    fastest_seconds: dict[tuple[Bucket, ...], float] = field(default_factory=dict)  # of the fastest order of buckets
     sample: tuple[Bucket, ...] = ()  # the buckets by which methods are compared
     improved: set[int] = field(default_factory=set)  # candidates from which moves were tried
 
@@ -157,12 +157,12 @@ class OrderSearch:
         if self.is_bucketing and self.merger.kinds:
             self.bucket()
         best = self.best()
-        buckets = min(self.bucketed, key=lambda buckets: self.bucketed[buckets], default=())
-        if not buckets or self.bucketed[buckets] > (1 + _CLOSE) * best.seconds[0]:
+        buckets = min(self.fastest_seconds, key=lambda buckets: self.fastest_seconds[buckets], default=())
+        if not buckets or self.fastest_seconds[buckets] > (1 + _CLOSE) * best.seconds[0]:
             buckets = best.merged.buckets
         if buckets and not self.is_small:
             self.schedule_all(buckets)
-            if self.is_busy and self.tried:
+            if self.is_busy and self.by_size:
                 self.resize()  # by a method that is fastest only with these buckets
         for policy in _CAREFUL:
             self.schedule(str(policy), self.shape(buckets), policy)
@@ -182,14 +182,14 @@ class OrderSearch:
 
     def fill_stalls(self, candidate: OrderCandidate) -> None:
         """Moves from an order, and from the faster orders that they give, while that helps."""
-        left = _MOVES // max(1, self.merger.reading.problem.num_items)
+        num_moves = _MOVES // max(1, self.merger.reading.problem.num_items)
         best: OrderCandidate | None = candidate
         while best is not None and id(best) not in self.improved:
             self.improved.add(id(best))
             least, name = best.seconds[0] * (1 - _GAIN), best.name.removesuffix(_MOVED) + _MOVED
             problem, better = best.merged.problem, None
-            for order in islice(self.moves(best), left):
-                left -= 1
+            for order in islice(self.moves(best), num_moves):
+                num_moves -= 1
                 if seconds_of(problem, order, self.slowdown) < least:
                     better = self.judge(name, best.merged, order)
                     if better.peak <= self.room:
@@ -316,10 +316,10 @@ class OrderSearch:
         for gathers, reductions in sizes:
             seconds = self.try_buckets(gathers, reductions)
             if not (self.is_small or self.sample):
-                (buckets,) = self.bucketed
+                (buckets,) = self.fastest_seconds
                 self.schedule_all(buckets)
                 self.sample, seconds = buckets, self.try_buckets(gathers, reductions)
-            if seconds > (1 + _FAR) * min(self.bucketed.values()) and not self.is_small:
+            if seconds > (1 + _FAR) * min(self.fastest_seconds.values()) and not self.is_small:
                 break
         if self.is_small:
             self.climb()
@@ -329,8 +329,9 @@ class OrderSearch:
 
     def load(self) -> float:
         """Work of the busiest channel relative to that of the compute stream."""
-        *links, compute = self.merger.reading.problem.work()
-        return max(links, default=0.0) / compute if compute else inf
+        problem = self.merger.reading.problem
+        compute = problem.work()[-1]
+        return problem.busiest_link() / compute if compute else inf
 
     def try_buckets(self, gathers: float, reductions: float, methods: Sequence[Method] = ()) -> float:
         """Schedule buckets of these sizes, by `methods` or the leading methods; returns the seconds."""
@@ -341,9 +342,9 @@ class OrderSearch:
         done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == merged_buckets}
         rest = [method for method in methods or self.leading() if method not in done]
         tried = self.all_by(name, buckets, rest) if rest else []
-        best, is_new = min(self.bucketed.values(), default=inf), buckets not in self.bucketed
+        best, is_new = min(self.fastest_seconds.values(), default=inf), buckets not in self.fastest_seconds
         fastest = min(c.seconds[0] for c, *_ in self.attempts if c.merged.buckets == merged_buckets)
-        self.tried[gathers, reductions], self.bucketed[buckets] = buckets, fastest
+        self.by_size[gathers, reductions], self.fastest_seconds[buckets] = buckets, fastest
         # To choose from: hardly slower, and good on slower links.
         is_close = fastest <= (1 + _FAR) * best and is_new and tried
         if is_close and self.is_careful and self.is_busy and not self.is_small:
@@ -353,17 +354,17 @@ class OrderSearch:
 
     def why_apart(self, bucket: Bucket, start: int) -> str:
         """Why no tried set of buckets has a start in a bucket."""
-        most = max((size for sizes in self.tried for size in sizes), default=0.0)
+        most = max((size for sizes in self.by_size for size in sizes), default=0.0)
         reason = self.merger.why_apart(bucket, start, most, self.merger.span(start, most))
         return reason or "in every set of buckets that was tried either of them is in another bucket"
 
     def resize(self) -> None:
         """Other sizes, also for gathers than for reductions, by the method of the fastest order, while that helps."""
-        most = (1 + _HARDLY) * min(self.bucketed.values())
-        for pair in [pair for pair, buckets in self.tried.items() if self.bucketed[buckets] <= most]:
+        most = (1 + _HARDLY) * min(self.fastest_seconds.values())
+        for pair in [pair for pair, buckets in self.by_size.items() if self.fastest_seconds[buckets] <= most]:
             self.try_buckets(*pair, self.fastest_method())
-        gathers, reductions = min(self.tried, key=lambda pair: self.bucketed[self.tried[pair]])
-        best = self.bucketed[self.tried[gathers, reductions]]
+        gathers, reductions = min(self.by_size, key=lambda pair: self.fastest_seconds[self.by_size[pair]])
+        best = self.fastest_seconds[self.by_size[gathers, reductions]]
         while True:
             around = ((gathers / 1.5, reductions), (gathers, reductions / 1.5))
             methods = list(dict.fromkeys((*self.fastest_method(), *self.leading())))
@@ -376,16 +377,16 @@ class OrderSearch:
         """While the busiest link never pauses in the fastest order, only buckets with less work of that link can be
         faster: the best of them, or larger ones if there are none, are scheduled by all methods."""
         best = self.best()
-        while best.seconds[0] <= (1 + _CLOSE) * (links := max(best.merged.problem.work()[:-1])):
-            light = (1 - ENOUGH) * links
-            lighter = [b for b in self.bucketed if max(self.shape(b).merged.problem.work()[:-1]) < light]
+        while best.seconds[0] <= (1 + _CLOSE) * (busiest := best.merged.problem.busiest_link()):
+            light = (1 - ENOUGH) * busiest
+            lighter = [b for b in self.fastest_seconds if self.shape(b).merged.problem.busiest_link() < light]
             if not lighter:
-                size = 1.5 * max(map(max, self.tried))
+                size = 1.5 * max(map(max, self.by_size))
                 self.try_buckets(size, size)
-                lighter = [self.tried[size, size]]
-            buckets = min(lighter, key=lambda b: self.bucketed[b])
+                lighter = [self.by_size[size, size]]
+            buckets = min(lighter, key=lambda b: self.fastest_seconds[b])
             seconds = [c.seconds[0] for c in self.schedule_all(buckets)]
-            self.bucketed[buckets] = min([self.bucketed[buckets], *seconds])
+            self.fastest_seconds[buckets] = min([self.fastest_seconds[buckets], *seconds])
             last, best = best, self.best()
             if best.seconds[0] >= last.seconds[0] * (1 - ENOUGH):
                 return
