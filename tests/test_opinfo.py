@@ -5,6 +5,7 @@ Float operands are parameters, the others buffers; the loss weighs every element
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -43,6 +44,7 @@ REFUSED = {
     "nn.functional.bilinear": "no sharding rule for aten._trilinear",
     "nn.functional.fractional_max_pool2d": "no sharding rule for aten.fractional_max_pool2d",
     "nn.functional.fractional_max_pool3d": "no sharding rule for aten.fractional_max_pool3d",
+    "nn.functional.gaussian_nll_loss": CONTROL,
     "nn.functional.linear_cross_entropy.chunked": "no sharding rule for torch_nn._linear_cross_entropy_batch_chunked",
     "nn.functional.linear_cross_entropy.chunked_none": "no sharding rule for torch_nn._linear_cross_entropy_batch",
     "nn.functional.multilabel_margin_loss": "no sharding rule for aten.multilabel_margin_loss_forward",
@@ -72,21 +74,37 @@ def ops() -> dict[str, Any]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The names of the whole database where slow tests are asked for."""
-    if metafunc.function is test_the_database:
+    if metafunc.function in (test_the_database, test_operands_in_any_memory):
         is_quick = metafunc.config.option.markexpr == "not slow"
         metafunc.parametrize("name", [] if is_quick else sorted(ops()))
 
 
-class Sampled(nn.Module):
-    """An op on its sample's operands."""
+def _reversed(x: Tensor) -> Tensor:
+    """x with its dims in reverse order."""
+    return x.permute(tuple(reversed(range(x.dim()))))
 
-    def __init__(self, op: Any, sample: Any) -> None:
+
+# How the operands of an op lie in memory: stored by the first function, made from what is stored by the second. Where
+# eager PyTorch copies ("copied"), a captured graph does not: its op reads what eager PyTorch never hands to a kernel.
+MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "contiguous": (lambda x: x, lambda x: x),
+    "copied": (lambda x: _reversed(x).contiguous(), lambda x: _reversed(x).contiguous()),
+    "reversed": (lambda x: _reversed(x).contiguous(), _reversed),
+    "sliced": (lambda x: torch.stack([x, x], -1), lambda x: x[..., 0]),
+}
+
+
+class Sampled(nn.Module):
+    """An op on its sample's operands, which lie in memory as `MEMORY` says."""
+
+    def __init__(self, op: Any, sample: Any, memory: str = "contiguous") -> None:
         super().__init__()
         self.op = op
+        store, self.read = MEMORY[memory]
         self.leaves, self.tree = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         for i, x in enumerate(self.leaves):
             if isinstance(x, Tensor):
-                x = x.detach().clone().contiguous()
+                x = store(x.detach().clone().contiguous())
                 if x.is_floating_point():
                     self.register_parameter(f"x{i}", nn.Parameter(x))
                 else:
@@ -95,7 +113,7 @@ class Sampled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         is_tensor = [isinstance(v, str) and v.startswith("tensor x") for v in self.leaves]
-        leaves = [getattr(self, v[7:]) if t else v for v, t in zip(self.leaves, is_tensor, strict=True)]
+        leaves = [self.read(getattr(self, v[7:])) if t else v for v, t in zip(self.leaves, is_tensor, strict=True)]
         first, args, options = pytree.tree_unflatten(leaves, self.tree)
         total = x.sum() * 0
         for out in pytree.tree_leaves(self.op(first, *args, **options)):
@@ -106,17 +124,26 @@ class Sampled(nn.Module):
         return total
 
 
-def sampled(op: Any) -> Sampled | None:
-    """The first sample of two dims or more, else the first; None where eager PyTorch has no gradient for it."""
+LARGEST = 20_000  # elements of a sample
+
+
+def sampled(op: Any, memory: str = "contiguous") -> Sampled | None:
+    """The sample with the largest operand of two dims or more, else of any; None where eager PyTorch has no gradient
+    for it."""
     if not op.supports_dtype(torch.float32, "cpu"):
         return None
     torch.manual_seed(0)
     samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=False))
+
+    def size(sample: Any) -> tuple[bool, int]:
+        leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
+        elements = sum(x.numel() for x in leaves if isinstance(x, Tensor))
+        return isinstance(sample.input, Tensor) and sample.input.dim() >= 2, elements * (elements < LARGEST)
+
     filled = [s for s in samples if all(x.numel() for x in pytree.tree_leaves(s.input) if isinstance(x, Tensor))]
-    wide = [s for s in filled if isinstance(s.input, Tensor) and s.input.dim() >= 2]
     if not filled:
         return None
-    model = Sampled(op, (wide or filled)[0])
+    model = Sampled(op, max(filled, key=size), memory)
     try:
         out = model(torch.ones(4))
         out.backward()
@@ -125,9 +152,9 @@ def sampled(op: Any) -> Sampled | None:
     return model if any(p.grad is not None for p in model.parameters()) else None
 
 
-def compared(name: str, mesh: str) -> None:
+def compared(name: str, mesh: str, memory: str = "contiguous") -> None:
     """Raises what compile and step raise; fails where loss or gradients are not eager PyTorch's."""
-    model = sampled(ops()[name])
+    model = sampled(ops()[name], memory)
     if model is None:
         pytest.skip("eager PyTorch has no gradient for it on this device")
     expected = model(torch.ones(4)).item()
@@ -143,11 +170,11 @@ def compared(name: str, mesh: str) -> None:
             torch.testing.assert_close(step.gradients()[key], grad, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def judged(name: str, mesh: str) -> None:
+def judged(name: str, mesh: str, memory: str = "contiguous") -> None:
     if name not in REFUSED:
-        return compared(name, mesh)
+        return compared(name, mesh, memory)
     with pytest.raises(mw.MeshweaveError) as raised:
-        compared(name, mesh)
+        compared(name, mesh, memory)
     assert str(raised.value).startswith(REFUSED[name])
 
 
@@ -186,3 +213,9 @@ def test_a_sample_of_the_database(name: str) -> None:
 @pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "tp=2"])
 def test_the_database(name: str, mesh: str) -> None:
     judged(name, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["copied", "reversed", "sliced"])
+def test_operands_in_any_memory(name: str, memory: str) -> None:
+    judged(name, "dp=2", memory)

@@ -260,7 +260,7 @@ _FROM_TORCH = (  # names of ops whose decomposition is torch's
     "addmv addr aminmax block_diag diag_embed dist index_copy index_fill index_reduce linalg_cross nansum renorm "
     "rot90 take trace vdot _weight_norm_interface _unsafe_masked_index _unsafe_masked_index_put_accumulate "
     "expand_copy narrow_copy permute_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy "
-    "view_copy alias_copy max_unpool2d max_unpool3d pixel_shuffle pixel_unshuffle channel_shuffle"
+    "alias_copy max_unpool2d max_unpool3d pixel_shuffle pixel_unshuffle channel_shuffle"
 )
 
 _OWN: dict[Any, Callable[..., Any]] = {
@@ -296,6 +296,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.addbmm.default: _added(lambda a, b: aten.sum.dim_IntList(aten.bmm(a, b), [0])),
     aten.as_strided.default: as_strided,
     aten.put.default: _put,
+    aten.view_copy.default: lambda x, size: x.reshape(size).clone(),
     aten.unfold_copy.default: lambda x, *args: aten.unfold.default(x, *args),
     aten.view_as_complex.default: lambda x: torch.complex(aten.select.int(x, -1, 0), aten.select.int(x, -1, 1)),
     aten._efficientzerotensor.default: lambda size, **options: aten.full.default(

@@ -293,6 +293,17 @@ def _stacked(last: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack([hidden for hidden, _ in last]), torch.stack([cell for _, cell in last])
 
 
+# Functions whose backward depends on whether their operand is contiguous, which it then is where the graph runs, too.
+_OF_CONTIGUOUS = (
+    *(torch.det, torch.linalg.det, Tensor.det, torch.slogdet, torch.linalg.slogdet, Tensor.slogdet),
+    *(torch.logdet, Tensor.logdet),
+)
+
+
+def _on_contiguous(function: Callable[..., Any], x: Tensor) -> Any:
+    return function(x.contiguous())
+
+
 _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
@@ -308,6 +319,7 @@ _TABLE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__setitem__: _set_item,
     Tensor.fill_diagonal_: _fill_diagonal,
     **{function: partial(_network, kind) for kind, function in KINDS.items()},
+    **{function: partial(_on_contiguous, function) for function in _OF_CONTIGUOUS},
 }
 
 

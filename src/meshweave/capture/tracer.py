@@ -15,11 +15,12 @@ from meshweave.capture.constants import is_computed_at_capture
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.record import SILENT, tensors_in
 from meshweave.errors import CaptureError
+from meshweave.interop import pytree
 from meshweave.interop.fake import DispatchMode, FakeTensor, run_plain
-from meshweave.interop.ops import is_mutable, is_operator
+from meshweave.interop.ops import is_mutable, is_operator, returns_of
 from meshweave.interop.tracing import decomposes_itself
 from meshweave.ir.graph import Origin, specs_of
-from meshweave.ir.traits import reads_data
+from meshweave.ir.traits import is_random, reads_data
 
 aten = torch.ops.aten
 
@@ -86,7 +87,7 @@ class GraphTracer(DispatchMode):
             with self:
                 result = decomposition(*args, **kwargs)
             if result is not NotImplemented:  # some decline operands that are not of their form
-                return result
+                return self._restrided(result, func, types, args, kwargs)
         if reads_data(func):  # an error for a fake tensor, a number for a real tensor
             return func(*args, **kwargs)
         if is_computed_at_capture(func, args, kwargs):
@@ -98,6 +99,26 @@ class GraphTracer(DispatchMode):
         result = run_plain(func, types, args, kwargs)
         self._track(result, node)
         return result
+
+    def _restrided(self, result: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a decomposition, copied where that of the op itself has other strides: they decide whether the
+        model's next reshape copies. Contiguous operands give a contiguous result, a view has the strides of its base.
+        """
+        operands, tensors = list(tensors_in((args, kwargs))), list(tensors_in(result))
+        is_view = any(each.alias_info for each in returns_of(func))
+        if all(x.is_contiguous() for x in operands) or is_random(func) or is_view or not tensors:
+            return result
+        strides = {
+            id(x): like.stride()
+            for x, like in zip(tensors, tensors_in(run_plain(func, types, args, kwargs)), strict=True)
+        }
+
+        def copied(x: Tensor) -> Tensor:
+            wanted = strides[id(x)]
+            return x if x.stride() == wanted else torch.ops.prims.copy_strided.default(x, wanted)  # type: ignore[no-any-return]
+
+        with self:
+            return pytree.tree_map_only(Tensor, copied, result)
 
     def _kept(self, value: Any) -> Any:
         """Constants, each with a node of a copy of its own: it stays as it is, whatever is written into the result."""

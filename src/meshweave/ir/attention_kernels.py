@@ -77,12 +77,13 @@ def float_bias(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class CpuFlash:
-    """The flash kernel of torch for processors."""
+    """The flash kernel of torch for processors. It takes the last dim of q, k, v and out for dense (torch 2.13; F.
+    scaled_dot_product_attention checks that and takes another kernel), and copies grad."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
         mask = float_bias(scoring.bias, q.dtype)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, scoring.is_causal, attn_mask=mask, scale=scoring.scale
+            *map(_last_dim_dense, (q, k, v)), 0.0, scoring.is_causal, attn_mask=mask, scale=scoring.scale
         )
         return out.contiguous(), lse.contiguous()
 
@@ -90,8 +91,9 @@ class CpuFlash:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
     ) -> Grads:
         mask = float_bias(scoring.bias, q.dtype)
+        operands = (*map(_last_dim_dense, (grad, q, k, v, out)), lse.contiguous())
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, scoring.is_causal, attn_mask=mask, scale=scoring.scale
+            *operands, 0.0, scoring.is_causal, attn_mask=mask, scale=scoring.scale
         )
         return grads[0], grads[1], grads[2]
 
@@ -167,6 +169,10 @@ class CudaEfficient:
             scale=scoring.scale,
         )
         return grads[0], grads[1], grads[2]
+
+
+def _last_dim_dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _rows_dense(x: Tensor) -> Tensor:

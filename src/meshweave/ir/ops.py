@@ -24,20 +24,35 @@ aten = torch.ops.aten
 KERNELS: dict[Any, Callable[..., Any]] = {}  # op -> the function that runs it, for runtimes that need no dispatch
 
 
-def _layer_norm_backward(
-    grad: Tensor, x: Tensor, shape: Sequence[int], mean: Tensor, rstd: Tensor, *rest: Any
-) -> tuple[Tensor | None, ...]:
-    """torch's kernel (2.13, CPU) reads mean and rstd as if they were contiguous, whatever their strides."""
-    return aten.native_layer_norm_backward.default(grad, x, shape, mean.contiguous(), rstd.contiguous(), *rest)
-
-
 def _conjugate(x: Tensor | complex) -> Tensor | complex:
     """Conjugated now, and not when read: `resolve_conj()` leaves no op in a captured graph. A Python number comes from
     a constant of the graph."""
     return x.conj_physical() if isinstance(x, Tensor) else x.conjugate()
 
 
-KERNELS[aten.native_layer_norm_backward.default] = _layer_norm_backward
+# Ops of ATen that depend on the strides of an operand, by its place: their kernels take it for contiguous, refuse it
+# otherwise, or return an intermediate result of another form for it (torch 2.13, CPU). ATen's callers copy before they
+# call them, and a captured graph has no copies.
+DENSE_OPERANDS: dict[Any, tuple[int, ...]] = {
+    aten.native_layer_norm_backward.default: (3, 4),
+    aten.adaptive_max_pool3d_backward.default: (2,),
+    aten._embedding_bag_per_sample_weights_backward.default: (2, 3, 4),
+    aten._pdist_forward.default: (0,),
+    aten._pdist_backward.default: (1, 3),
+    aten._linalg_det.default: (0,),  # the factors of the transposed matrix if it is contiguous; backward relies on it
+    aten._linalg_slogdet.default: (0,),
+}
+
+
+def _run_on_dense(op: Any, places: tuple[int, ...]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return op(*(x.contiguous() if i in places else x for i, x in enumerate(args)), **kwargs)
+
+    run.__qualname__ = f"{op}_on_dense"
+    return run
+
+
+KERNELS |= {op: _run_on_dense(op, places) for op, places in DENSE_OPERANDS.items()}
 KERNELS[aten._conj.default] = _conjugate
 KERNELS[aten._neg_view.default] = operator.neg
 

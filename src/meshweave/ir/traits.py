@@ -22,7 +22,7 @@ IDENTITIES = frozenset(  # the value of their operand; a functional graph needs 
     {
         *(aten.detach.default, aten.detach_copy.default, aten.alias.default, aten.alias_copy.default),
         *(aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default),
-        *(aten.clone.default, aten.contiguous.default),
+        *(aten.clone.default, aten.contiguous.default, torch.ops.prims.copy_strided.default),
     }
 )
 # View ops of captured graphs, whose normal form has no others: they commute with moves, and are repeated where they are

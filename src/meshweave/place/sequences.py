@@ -19,7 +19,7 @@ from torch import fx
 
 from meshweave.capture.batch import batch_size
 from meshweave.errors import PlanError, RuleError
-from meshweave.ir.graph import Input, Spec, StepGraph, copy_meta, map_nodes, spec_of, tensor_inputs
+from meshweave.ir.graph import Input, Spec, StepGraph, copy_meta, map_nodes, origin_of, spec_of, tensor_inputs
 from meshweave.ir.traits import CASTS, is_pointwise
 from meshweave.ops.factors import Rule
 from meshweave.ops.registry import pointwise, result_specs, row_for
@@ -77,8 +77,10 @@ class _SequenceWriter:
     merged: dict[fx.Node, fx.Node] = field(default_factory=dict)
     tuples: dict[fx.Node, tuple[fx.Node, list[frozenset[int]]]] = field(default_factory=dict)
     marks: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # new node -> dims that run along the sequence
+    sums: frozenset[fx.Node] = frozenset()  # of gradients over microbatches
 
     def run(self) -> StepGraph:
+        self.sums = frozenset(value for (kind, _), value in self.step.results.items() if kind == "acc")
         for node, item in self.step.sources.items():
             new = copy_meta(node, self.graph.placeholder(node.name))
             self.env[node] = _Value(new, _unsplit(item.spec.shape))
@@ -127,6 +129,8 @@ class _SequenceWriter:
             self._view(node)
             return
         write = _WRITERS.get(node.target, _pointwise if _is_elementwise(node) else None)
+        if node in self.sums or origin_of(node).phase in ("reduce", "update"):
+            write = None  # what is stored keeps its shape, also where a gradient of it could be split
         is_split = any(_is_split(self.env[n].split) for n in tensor_inputs(node))
         split = write(self, node) if write is not None and is_split else None
         if split is None:

@@ -129,7 +129,7 @@ class ClusterWorld:
         """A context in which a failure of a rank is an error on every rank: `Watch.guard`."""
         return self.watch.guard(self.communicator)
 
-    def call(self, name: str, detail: Any = (), *, meets: bool = True) -> AbstractContextManager[None]:
+    def call(self, name: str, detail: Any = (), *, meets: bool | None = None) -> AbstractContextManager[None]:
         """`guard`, for a user's call that every rank makes: `Watch.call`."""
         return self.watch.call(name + self._name, detail, meets=meets, communicator=self.communicator)
 

@@ -20,6 +20,7 @@ from meshweave.ir.placements import layout_from_placements
 from meshweave.runtime.dtensor import dtensor_from_piece, dtensor_placements, unheld_dtensor
 from meshweave.runtime.optimizer_state import note_replaced, replace_in_optimizer
 from meshweave.runtime.state import full_values
+from meshweave.runtime.watch import watch_of_job
 
 
 def dtensor_parameter(like: Tensor, piece: Tensor | None, item: Input, layout: Layout, device_type: str) -> Tensor:
@@ -70,15 +71,17 @@ _SHARDS = "_meshweave_shards"  # the DTensors of a module whose forward runs, fo
 
 def _gather_parameters(module: nn.Module, args: Any) -> None:
     readers = module.modules() if isinstance(module, _READ_CHILDREN) else (module,)
-    shards: list[tuple[dict[str, Any], dict[str, DTensor]]] = []
-    for own in map(own_parameters, readers):
-        of_module = {name: p for name, p in own.items() if isinstance(p, DTensor)}
-        own.update({name: nn.Parameter(full_values(p), requires_grad=False) for name, p in of_module.items()})
-        shards.append((own, of_module))  # type: ignore[arg-type]
+    shards = [(own, {n: p for n, p in own.items() if isinstance(p, DTensor)}) for own in map(own_parameters, readers)]
     module.__dict__.setdefault(_SHARDS, []).append(shards)
+    if not any(of_module for _, of_module in shards):
+        return
+    with watch_of_job().call("model(x), which gathers sharded parameters", meets=True):
+        for own, of_module in shards:
+            own.update({name: nn.Parameter(full_values(p), requires_grad=False) for name, p in of_module.items()})
 
 
 def _restore_parameters(module: nn.Module, args: Any, outputs: Any) -> None:
+    """After forward, and after a gather that failed."""
     entered = module.__dict__[_SHARDS]
     for own, shards in entered.pop():
         own.update(shards)

@@ -26,7 +26,8 @@ _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _SHOWN = 16  # the most ranks that an error names
 _DIFFERENT_CALLS = (
     "mw.compile, step, evaluate, forward_only, save, async_save, load, parameters and, with sharded parameters, "
-    "model(x) communicate: call them on every rank, in the same order, not under `if rank == 0`, with batches of the "
+    "model(x) communicate: call them on every rank, in the same order, not under `if rank == 0` (for a loss without an "
+    "update write step.evaluate(batch) on every rank), with batches of the "
     "same sizes (drop_last=True, padded to one length on all ranks); train(), eval(), requires_grad_() and options of "
     "the optimizer, too, are the same on every rank"
 )
@@ -42,9 +43,12 @@ def names_of_ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def different_calls(posted: Mapping[int, Mapping[int, str]], ended: Mapping[int, int]) -> dict[str, Any] | None:
+def different_calls(
+    posted: Mapping[int, Mapping[int, str]], ended: Mapping[int, int], lines: Mapping[int, str] | None = None
+) -> dict[str, Any] | None:
     """The error of ranks that make different calls, as parts of an error; None if they don't. `posted`: the latest
-    calls of each rank, by number; `ended`: the last call of ranks whose scripts have ended."""
+    calls of each rank, by number; `ended`: the last call of ranks whose scripts have ended; `lines`: where the script
+    of a rank makes its last call."""
     last = {rank: max(calls, default=0) for rank, calls in posted.items()}
     for num in sorted({num for calls in posted.values() for num in calls}):
         texts = {calls[num] for calls in posted.values() if num in calls}
@@ -56,7 +60,8 @@ def different_calls(posted: Mapping[int, Mapping[int, str]], ended: Mapping[int,
             after = f"after call {last[rank]} ({calls.get(last[rank], 'none')})"
             other = f"never, its script has ended {after}" if rank in ended else f"not begun, {after}"
             other = f"past, now in call {last[rank]} ({calls[last[rank]]})" if last[rank] > num else other
-            states.setdefault(calls.get(num, other), []).append(rank)
+            line = (lines or {}).get(rank, "") if last[rank] == num else ""
+            states.setdefault(calls.get(num, other) + f" at {line}" * bool(line), []).append(rank)
         return {
             "what": "a rank has ended its script while others go on" if is_left else "ranks make different calls",
             "got": f"call {num} is " + "; ".join(f"{names_of_ranks(ranks)}: {text}" for text, ranks in states.items()),
@@ -139,6 +144,7 @@ class Hub:
         self._failure: dict[str, Any] | None = None
         self._gathers: dict[str, dict[int, Any]] = {}  # values that have come, by name and rank
         self._posted: dict[int, dict[int, str]] = {}
+        self._lines: dict[int, str] = {}  # of the calls that were posted last
         self._ended: dict[int, int] = {}
         self._silent = set(range(num_ranks))  # ranks that have not said hello
         self._lost: dict[int, float] = {}  # when the connection of a rank ended
@@ -243,12 +249,12 @@ class Hub:
             num_guards, begun, text = parts
             self._places[link.rank] = (num_guards, begun, text)
         elif kind in ("calls", "ended"):
-            calls, by = parts
+            calls, by, self._lines[link.rank] = parts
             self._posted[link.rank] = {int(num): text for num, text in calls.items()}
             if kind == "ended":
                 self._ended[link.rank] = max(self._posted[link.rank], default=0)
             failure = {"what": f"rank {link.rank} failed", "got": by, "rank": link.rank} if by else None
-            if failure := failure or different_calls(self._posted, self._ended):
+            if failure := failure or different_calls(self._posted, self._ended, self._lines):
                 self._declare(failure)
 
     def _declare(self, failure: dict[str, Any]) -> None:

@@ -191,10 +191,16 @@ class Watch:
 
     @contextmanager
     def call(
-        self, name: str, detail: Any = (), *, meets: bool = True, communicator: ClusterCommunicator | None = None
+        self,
+        name: str,
+        detail: Any = (),
+        *,
+        meets: bool | None = None,
+        communicator: ClusterCommunicator | None = None,
     ) -> Iterator[None]:
-        """`guard`, for a call that every rank makes. `detail` are the shapes of its batch by name. `meets` is False if
-        ranks exchange values before anything else. A call inside another is part of that call."""
+        """`guard`, for a call that every rank makes. `detail` are the shapes of its batch by name. All ranks meet first
+        if it differs from the call before, or as `meets` says: not if ranks exchange values before anything else,
+        always before a communication that no failure ends. A call inside another is part of that call."""
         with self.guard(communicator):
             if self._is_inside:
                 yield
@@ -203,7 +209,7 @@ class Watch:
             is_another = self._before != (name, detail)
             self._before, self._calls, self._is_inside = (name, detail), (*self._calls[1 - _KEPT :], now), True
             try:
-                if self._meets_always or (meets and is_another):
+                if self._meets_always or (is_another if meets is None else meets):
                     self.gather(f"call {now[0]}, {_text(name, detail)}", None)
                 yield
             finally:
@@ -214,7 +220,7 @@ class Watch:
         it is posted with it."""
         *before, (num, name, detail) = self._calls
         self._calls = (*before, (num, f"{name}, which {choice}", detail))
-        self._send("calls", _texts(before), "")
+        self._send("calls", _texts(before), "", "")
 
     def gather(self, name: str, value: Any, seconds: float = ABSENT) -> dict[int, Any]:
         """The values of all ranks, which are JSON, by rank. All ranks call it, with the same name.
@@ -268,7 +274,7 @@ class Watch:
     def _leave(self, by: str = "") -> None:
         """Tell that this rank's script has ended, `by` an exception or in good order."""
         self._has_left = True
-        self._send("ended", _texts(self._calls), by)
+        self._send("ended", _texts(self._calls), by, "")
         if self._link is not None:
             with suppress(OSError):
                 self._link.connection.shutdown(socket.SHUT_WR)
@@ -316,7 +322,7 @@ class Watch:
             seconds = time.monotonic() - since
             if not (is_posted or self._has_left) and seconds > STUCK:
                 is_posted = True
-                self._send("calls", _texts(self._calls), "")
+                self._send("calls", _texts(self._calls), "", _line_of_script())
             if self._depth and not is_overdue and any(each.is_overdue(seconds) for each in self._communicators):
                 is_overdue = True
                 error = ConnectionLost("a communication does not end", got=f"nothing in {seconds:.0f} s")
@@ -334,8 +340,7 @@ class Watch:
     def _place(self) -> str:
         """What this rank does: its call, and the line of the script."""
         number, name, _ = self._calls[-1]
-        main = threading.main_thread().ident
-        line = user_line(sys._current_frames().get(main or 0))
+        line = _line_of_script()
         return f"{'is in' if self._depth else 'is past'} call {number} ({name})" + (f" at {line}" if line else "")
 
     def _hear(self, kind: str, *parts: Any) -> None:
@@ -380,6 +385,11 @@ class Watch:
         if not self._is_closed:
             self._fail({"what": f"rank {self.rank} cannot reach rank 0", "got": trouble, "rank": -1})
         return None
+
+
+def _line_of_script() -> str:
+    """The line of the script that the main thread is at."""
+    return user_line(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def _text(name: str, detail: Any) -> str:

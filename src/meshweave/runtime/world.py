@@ -253,7 +253,7 @@ class LocalWorld:
     def guard(self) -> Iterator[None]:
         yield
 
-    def call(self, name: str, detail: Any = (), *, meets: bool = True) -> AbstractContextManager[None]:
+    def call(self, name: str, detail: Any = (), *, meets: bool | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def note(self, choice: str) -> None:

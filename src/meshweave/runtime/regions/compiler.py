@@ -17,7 +17,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.interop.ops import is_operator
 from meshweave.ir import grouped
 from meshweave.ir.graph import map_nodes, op_name, origin_of
-from meshweave.ir.ops import KERNELS
+from meshweave.ir.ops import DENSE_OPERANDS, KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.traits import FACTORIES, is_random
 from meshweave.ir.values import Local, Values, local_values, ragged
@@ -312,13 +312,18 @@ def _functions(
     refused: Collection[fx.Node],
 ) -> tuple[list[list[fx.Node | Region]], dict[Region, dict[int, RegionFunction]]]:
     """The parts with regions in them, and what each region computes on each device. `refused` run by themselves, as do
-    random numbers and what has sizes that depend on data: compiled shapes are static."""
+    random numbers, what has sizes that depend on data (compiled shapes are static), and ops that depend on strides,
+    which a compiler chooses anew."""
     values = next(iter(local.values())).values
     sized = ragged(role)
 
     def is_compiled(node: fx.Node) -> bool:
         return not (
-            node in refused or is_random(node.target) or node in sized or sized.intersection(node.all_input_nodes)
+            node in refused
+            or is_random(node.target)
+            or (node.target in DENSE_OPERANDS and node.target not in SEEN_INTO)
+            or node in sized
+            or sized.intersection(node.all_input_nodes)
         )
 
     steps = cut(parts, kept, values, is_compiled)
