@@ -174,8 +174,8 @@ def _embedding_bag_backward(
 ) -> Tensor:
     if sparse:
         return NotImplemented
-    if not bag_of.numel():  # of a sum, whose kernel does not need it
-        bag_of = torch.bucketize(torch.arange(len(indices), device=offsets.device), offsets, right=True) - 1
+    # The kernel returns an empty bag_of where its strides allow a way that does not need it.
+    bag_of = torch.bucketize(torch.arange(len(indices), device=offsets.device), offsets, right=True) - 1
     options = (num_rows, scale_grad, mode, per_sample, padding)
     return aten._embedding_bag_dense_backward.default(grad, indices, bag_of, sizes, largest, *options)
 

@@ -50,11 +50,14 @@ _OURS = str(Path(__file__).parents[1])
 _STEP = str(Path(__file__).with_name("step.py"))
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _SITE = str(Path(torch.__file__).parents[1])
+_STDLIB = str(Path(os.__file__).parent) + "/"
 
 
 @cache
 def _is_foreign(filename: str) -> bool:
-    return not filename.startswith((_TORCH, _OURS, "<")) and "contextlib" not in filename
+    if filename.startswith(_STDLIB) and not filename.startswith(_SITE):
+        return False
+    return not filename.startswith((_TORCH, _OURS, "<"))
 
 
 def _place(filename: str, line: int, function: str) -> str:
@@ -65,8 +68,8 @@ def _place(filename: str, line: int, function: str) -> str:
 
 
 def user_line(frame: FrameType | None = None) -> str:
-    """Source line of the innermost caller (of `frame`) that is neither in torch nor in meshweave, inside the step while
-    one is traced; or ""."""
+    """Source line of the innermost caller (of `frame`) that is in neither torch, meshweave nor the standard library,
+    inside the step while one is traced; or ""."""
     frame = frame or sys._getframe(1)
     while frame is not None and not _is_foreign(frame.f_code.co_filename):
         frame = None if frame.f_code.co_filename == _STEP else frame.f_back

@@ -10,7 +10,7 @@ of sequences whose lengths are tensors.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ def _conjugate(x: Tensor | complex) -> Tensor | complex:
 DENSE_OPERANDS: dict[Any, tuple[int, ...]] = {
     aten.native_layer_norm_backward.default: (3, 4),
     aten.adaptive_max_pool3d_backward.default: (2,),
+    aten._embedding_bag.default: (0, 1, 2, 6),
+    aten._embedding_bag_dense_backward.default: (0, 1, 2, 3, 4, 8),
     aten._embedding_bag_per_sample_weights_backward.default: (2, 3, 4),
     aten._pdist_forward.default: (0,),
     aten._pdist_backward.default: (1, 3),

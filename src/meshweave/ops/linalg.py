@@ -99,7 +99,9 @@ def _of_matrices(node: fx.Node, cores: tuple[tuple[int, ...], tuple[int, ...]]) 
     the dim."""
     build = RuleBuilder()
     operands, results = [spec_of(n).shape for n in tensor_inputs(node)], [s.shape for s in result_specs(node)]
-    batches = [shape[: len(shape) - core] for shape, core in zip((*operands, *results), sum(cores, ()), strict=False)]
+    operand_cores, result_cores = cores[0][: len(operands)], cores[1]  # the last operands are optional
+    sizes = zip((*operands, *results), (*operand_cores, *result_cores), strict=True)
+    batches = [shape[: len(shape) - core] for shape, core in sizes]
     widest = torch.broadcast_shapes(*batches)
     free = [(build.factor(size),) for size in widest]
 
@@ -110,10 +112,9 @@ def _of_matrices(node: fx.Node, cores: tuple[tuple[int, ...], tuple[int, ...]]) 
         ]
         return [*batch, *((build.factor(size, whole=True),) for size in shape[len(shape) - core :])]
 
-    operand_cores, result_cores = cores
     return build.rule(
-        [dims(shape, core) for shape, core in zip(operands, operand_cores, strict=False)],
-        [dims(shape, core) for shape, core in zip(results, result_cores, strict=False)],
+        [dims(shape, core) for shape, core in zip(operands, operand_cores, strict=True)],
+        [dims(shape, core) for shape, core in zip(results, result_cores, strict=True)],
     )
 
 
