@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.batch import Batch, batch_size, shapes_text
-from meshweave.capture.guards import RECOMPILE, Guards, StepKey, check_entries
+from meshweave.capture.batch import Batch, batch_size, is_plain_number, shapes_text
+from meshweave.capture.guards import RECOMPILE, Guards, StepKey, check_entries, entry_place
 from meshweave.capture.record import Difference
 from meshweave.capture.step import Part
-from meshweave.errors import CaptureError, LayoutError, StepError
+from meshweave.errors import CaptureError, LayoutError, MeshweaveError, StepError
 from meshweave.ir.graph import Input, Spec, spec_of
 from meshweave.place.row_lookups import row_lookups
 from meshweave.program import Program
@@ -89,6 +89,8 @@ class Variants:
         self.guards, self.build, self.limit, self.pad = guards, build, options.max_programs, options.pad or {}
         self._places: set[str] = set()  # whose changes have cost a trace
         self._noted: set[str] = set()  # of those, the ones that were noted
+        self._numbers: set[str] = set()  # entries of batches, numbers that change, which are inputs of the step
+        self._constants: set[str] = set()  # such on which shapes or control flow depend
         self.is_local = False  # whether batches are this rank's rows alone
         self._num_uses, self._num_compiled = 0, 1
         self.all = [first]
@@ -127,15 +129,24 @@ class Variants:
             self.compare(self.first, batch, groups)
         padded = self._padded(batch, part, count)
         variant = self._choose(padded, part, count)
+        padded = self._with_numbers(padded)
         if is_trained and variant is not self.first:
             self.compare(variant, padded, groups)
         return variant, padded
 
+    def _with_numbers(self, batch: Batch) -> Batch:
+        """The batch with numbers that have changed as tensors, as precise as the step."""
+        is_wide = any(item.spec.dtype == torch.float64 for item in self.first.program.captured.inputs)
+        return batch.with_numbers(self._numbers, torch.float64 if is_wide else torch.get_default_dtype())
+
     def _choose(self, batch: Batch, part: Part, accumulate: int) -> Variant:
+        batch = self._with_numbers(batch)
         micro, key = _first_micro(batch, accumulate), self.guards.check(batch)
         fitting = self._fitting(micro, part, accumulate)
         if known := next((v for v in fitting if key in v.keys), None):
             return self._used(known)
+        if variant := self._with_changing_numbers(fitting, batch, part, accumulate, key):
+            return variant
         differences = list[Difference]()
         for variant in fitting:
             difference = self._compare_step(variant, batch, key)
@@ -145,6 +156,24 @@ class Variants:
         if differences and (self.build is None or self.limit < 2):
             raise _another_step(fitting[0], key, differences[0])
         return self._compiled(batch, part, accumulate, key)
+
+    def _with_changing_numbers(
+        self, fitting: Sequence[Variant], batch: Batch, part: Part, accumulate: int, key: StepKey
+    ) -> Variant | None:
+        """A program that has the numbers of the batch which have changed as inputs. None if none has, there may be no
+        other program, or shapes or control flow depend on them."""
+        places = {place for variant in fitting for place in key.changes(variant.keys[-1])}
+        changing = {n for n, v in batch.rest.items() if is_plain_number(v) and entry_place(n) in places}
+        changing -= self._constants
+        if not changing or self.build is None or self.limit < 2:
+            return None
+        self._numbers |= changing
+        try:
+            return self._choose(batch, part, accumulate)
+        except MeshweaveError:
+            self._numbers -= changing
+            self._constants |= changing
+            return None
 
     def _compare_step(self, variant: Variant, batch: Batch, key: StepKey) -> Difference | None:
         """Trace the step once more, in the present state of the modules: the first op in which a program differs from
@@ -189,7 +218,8 @@ class Variants:
             )
         example = self._example(batch)
         self._num_compiled += 1
-        shown = f"{shapes_text(batch.shapes)}, {self._attributes_text(key)}"
+        like = max(self._alike(part, accumulate), key=lambda v: v.last_use, default=first)
+        shown = f"{shapes_text(batch.shapes)}, {self._attributes_text(key)}{self._entries_text(key, like)}"
         first.session.world.note(f"compiles program {self._num_compiled} ({shown})")
         level = logging.WARNING if self._num_compiled <= self.limit + 1 else logging.INFO
         if len(self.all) >= self.limit:
@@ -199,7 +229,6 @@ class Variants:
             "compiles for a batch of shape %s%s (program %d of at most %d)",
             shown, f", {accumulate} microbatches" if accumulate > 1 else "", len(self.all) + 1, self.limit,
         )  # fmt: skip
-        like = max(self._alike(part, accumulate), key=lambda v: v.last_use, default=first)
         try:
             program = self.build(example, part, accumulate, like.program)
         except CaptureError:
@@ -222,6 +251,12 @@ class Variants:
             modes = "model.train()" if training else "model.eval()"
         others = [f"{place}={value}" for place, value in key.attributes if not place.endswith(".training")]
         return ", ".join([modes, *others])
+
+    def _entries_text(self, key: StepKey, before: Variant) -> str:
+        """The entries of the batch that differ from those of an earlier program and are not tensors."""
+        entries = dict(key.rest).keys() | dict(before.keys[-1].rest)
+        changed = sorted({entry_place(name) for name in entries}.intersection(key.changes(before.keys[-1])))
+        return f", for another value of {', '.join(changed)}" if changed else ""
 
     def _used(self, variant: Variant) -> Variant:
         self._num_uses += 1

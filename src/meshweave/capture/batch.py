@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,8 +19,8 @@ from meshweave.interop import pytree
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors of a batch by name, its other contents (`rest`: whole containers if they contain no tensor), and
-    how to rebuild a batch from other tensors and another rest."""
+    """The tensors of a batch by name (NumPy arrays among them), its other contents (`rest`: whole containers if they
+    contain no tensor), and how to rebuild a batch from other tensors and another rest."""
 
     names: tuple[str, ...]
     tensors: tuple[Tensor, ...]
@@ -32,7 +33,7 @@ class Batch:
         whole = dict(batch) if isinstance(batch, Mapping) else batch
         plain = _fields_as_dicts(whole)
         leaves, tree = pytree.tree_flatten_with_path(plain, is_leaf=lambda part: not _holds_tensor(part))
-        values = {_path_name(path): leaf for path, leaf in leaves}
+        values = {_path_name(path): _as_tensor(leaf) for path, leaf in leaves}
         tensors = {name: leaf for name, leaf in values.items() if isinstance(leaf, Tensor)}
         if not tensors:
             raise CaptureError(
@@ -62,6 +63,15 @@ class Batch:
         """The batch with these tensors, in the order of `names`."""
         return self.join({**self.rest, **dict(zip(self.names, tensors, strict=True))})
 
+    def with_numbers(self, names: Collection[str], dtype: torch.dtype) -> Batch:
+        """The batch with these of its numbers as 0-dim tensors: integers in int64, others in `dtype`."""
+        numbers = {n: v for n, v in self.rest.items() if n in names and is_plain_number(v)}
+        if not numbers:
+            return self
+        tensors = [torch.tensor(v, dtype=torch.int64 if isinstance(v, int) else dtype) for v in numbers.values()]
+        rest = {name: value for name, value in self.rest.items() if name not in numbers}
+        return Batch((*self.names, *numbers), (*self.tensors, *tensors), rest, self.join)
+
     def split(self, parts: int) -> list[tuple[Tensor, ...]]:
         """The tensors of each of `parts` equal microbatches: cut along dim 0 if they have the batch's size. Raises
         PlanError if the batch does not divide.
@@ -85,6 +95,11 @@ class Batch:
 
 def is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def is_plain_number(value: Any) -> bool:
+    """Whether a value is one of Python's integers or floats."""
+    return type(value) in (int, float)
 
 
 def check_microbatches(number: Any) -> None:
@@ -133,7 +148,18 @@ def _filled(record: Any, values: Any) -> Any:
 
 
 def _holds_tensor(part: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(part))
+    return any(isinstance(_as_tensor(leaf), Tensor) for leaf in pytree.tree_leaves(part))
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """A NumPy array of numbers as a tensor; anything else as it is."""
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "biufc":
+        return leaf
+    array = np.asarray(leaf, dtype=leaf.dtype.newbyteorder("="), order="C")
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except TypeError:  # a dtype that torch has not
+        return leaf
 
 
 def _path_name(path: Sequence[Any]) -> str:
@@ -183,10 +209,23 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         return model(**{key: value for key, value in batch.items() if takes_all or key in names})
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return model(*batch[:1])
-    needed = [
-        p for p in parameters if p.default is inspect.Parameter.empty and p.kind is not inspect.Parameter.KEYWORD_ONLY
-    ]
-    return model(*batch[: max(1, len([p for p in needed if p.kind is not inspect.Parameter.VAR_KEYWORD]))])
+    return model(*batch[: max(1, len(_required(parameters)))])
+
+
+def unused_parameters(model: nn.Module, batch: Any) -> list[str]:
+    """The optional parameters of forward that further items of a tuple could be for, which `call_model` does not
+    pass."""
+    if isinstance(batch, Tensor | Mapping) or _is_record(batch):
+        return []
+    parameters = inspect.signature(model.forward).parameters.values()
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return positional[max(1, len(_required(parameters))) : len(batch)]
+
+
+def _required(parameters: Collection[inspect.Parameter]) -> list[inspect.Parameter]:
+    """The positional parameters without a default."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in parameters if p.default is inspect.Parameter.empty and p.kind in kinds]
 
 
 def split_loss(value: Any) -> tuple[Any, dict[str, Any]]:

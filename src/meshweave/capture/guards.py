@@ -48,10 +48,15 @@ class StepKey:
         """The places in which it differs from another key."""
         places = {place for place, _ in set(self.attributes) ^ set(other.attributes)}
         entries = {name for name, _ in set(self.rest) ^ set(other.rest)} | {*self.names} ^ {*other.names}
-        places |= {f"the batch entry '{name}'" for name in entries}
+        places |= set(map(entry_place, entries))
         if (self.names, self.requires_grad) != (other.names, other.requires_grad) and not places:
             places.add("requires_grad or the order of the batch's entries")
         return sorted(places)
+
+
+def entry_place(name: str) -> str:
+    """An entry of a batch as a place for people."""
+    return f"the batch entry '{name}'"
 
 
 class _Other:

@@ -92,7 +92,9 @@ _LOOKS = {
 }
 _BRANCH = (
     "use torch.where or a mask instead of a branch or an assertion, or move the decision into the data loader; to log "
-    "a value write it into a buffer, and read that between steps"
+    "a value write it into a buffer, and read that between steps; instead of layers that are skipped at random (set "
+    "layerdrop, encoder_layerdrop, ... of the configuration to 0.0) drop their output: x + keep.to(x.dtype) * layer(x) "
+    "with keep = torch.rand(()) > p"
 )
 
 

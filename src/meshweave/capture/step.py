@@ -12,7 +12,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx, nn
 
-from meshweave.capture.batch import Batch, call_model, check_microbatches, is_number, split_loss
+from meshweave.capture.batch import (
+    Batch,
+    call_model,
+    check_microbatches,
+    is_number,
+    split_loss,
+    unused_parameters,
+)
 from meshweave.capture.contract import Contract
 from meshweave.capture.functions import CapturedFunctions, refuse_communication
 from meshweave.capture.model_checks import check_aliases, check_hooks, check_leaves, check_parameters
@@ -386,7 +393,7 @@ class _StepRun:
         with _autocast(self.options.precision.autocast):
             out = self.source.forward(model, self.data)
             self.tracker.phase = "loss"
-            value, metrics = _loss_and_metrics(self.source.loss(out, self.data))
+            value, metrics = _loss_and_metrics(self.source.loss(out, self.data), self._loss_hint(model))
         check_parameters(model, self.tensors, self.storages, set(self.leaves))
         check_hooks({n: self.tensors[n] for n in self.leaves})
         results = {("loss", ""): value.detach().to(torch.promote_types(value.dtype, torch.float32)), **metrics}
@@ -414,11 +421,21 @@ class _StepRun:
                 results = {("output", n): t.detach() for n, t in tensors.items()}
             else:
                 self.tracker.phase = "loss"
-                value, metrics = _loss_and_metrics(self.source.loss(out, self.data))
+                value, metrics = _loss_and_metrics(self.source.loss(out, self.data), self._loss_hint(model))
                 results = {("loss", ""): value.to(torch.promote_types(value.dtype, torch.float32)), **metrics}
         check_parameters(model, self.tensors, self.storages, set(self.leaves))
         self.tracker.record.finish([*results.values()])
         return results, {}
+
+    def _loss_hint(self, model: nn.Module) -> str:
+        """What to write where the loss is no number."""
+        unused = unused_parameters(model, self.data) if self.source.forward is call_model else []
+        if not unused:
+            return "return the mean over the batch from loss(outputs, batch)"
+        return (
+            f"forward did not get its optional argument {', '.join(unused)}: of a tuple it gets the items for its "
+            "required arguments. To pass all items write mw.compile(..., forward=lambda model, batch: model(*batch))"
+        )
 
     def accumulate(self, grads: dict[str, Tensor]) -> None:
         """Add the gradients of a microbatch to the sums of earlier microbatches."""
@@ -462,7 +479,7 @@ def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
 
 
-def _loss_and_metrics(value: Any) -> tuple[Tensor, dict[tuple[str, str], Tensor]]:
+def _loss_and_metrics(value: Any, hint: str) -> tuple[Tensor, dict[tuple[str, str], Tensor]]:
     """The loss, and the further numbers that the loss function returns with it, as results of the step."""
     loss, numbers = split_loss(value)
     for name, number in numbers.items():
@@ -473,21 +490,22 @@ def _loss_and_metrics(value: Any) -> tuple[Tensor, dict[tuple[str, str], Tensor]
                 where=f"metric '{name}'",
                 got=f"a name that is taken: {', '.join(_RESERVED)}" if name in _RESERVED else got,
                 expected="(loss, {name: a tensor with one element, ...})",
-                hint="return means over the batch, such as (predicted == labels).float().mean()",
+                hint="return means over the batch, such as (predicted == labels).float().mean(); what the model computes "
+                "for each row (a hidden state) is returned by its forward, and step.forward_only(batch) gives it",
             )
     detached = {name: number.detach().reshape(()) for name, number in numbers.items()}
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in detached.items()}
-    return _scalar_loss(loss), {("metric", name): x for name, x in wide.items()}
+    return _scalar_loss(loss, hint), {("metric", name): x for name, x in wide.items()}
 
 
-def _scalar_loss(value: Any) -> Tensor:
+def _scalar_loss(value: Any, hint: str) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
         got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise CaptureError(
             "the loss is not a single number",
             got=got,
             expected="a floating-point tensor with one element",
-            hint="return the mean over the batch from loss(outputs, batch)",
+            hint=hint,
         )
     if torch.is_grad_enabled() and not value.requires_grad:
         raise CaptureError("the loss does not depend on any trained parameter", hint="check for detach() or no_grad()")

@@ -3,12 +3,15 @@ because importing DTensor is slow."""
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 
 from meshweave.interop.dtensor import local_tensor, set_local_tensor
@@ -21,6 +24,8 @@ from meshweave.runtime.dtensor import dtensor_from_piece, dtensor_placements, un
 from meshweave.runtime.optimizer_state import note_replaced, replace_in_optimizer
 from meshweave.runtime.state import full_values
 from meshweave.runtime.watch import watch_of_job
+
+_NOTES = logging.getLogger("meshweave")
 
 
 def dtensor_parameter(like: Tensor, piece: Tensor | None, item: Input, layout: Layout, device_type: str) -> Tensor:
@@ -59,8 +64,22 @@ def replace_parameters(
             module.register_forward_pre_hook(_gather_parameters)
             module.register_forward_hook(_restore_parameters, always_call=True)
     note_replaced(replaced)
+    if replaced:
+        _warn_of_averages(model)
     if optimizer is not None:
         replace_in_optimizer(optimizer, replaced)
+
+
+def _warn_of_averages(model: nn.Module) -> None:
+    """A warning about averages of this model that are older than its DTensors: torch cannot update them."""
+    forms = {name: p.shape for name, p in model.named_parameters()}
+    for each in gc.get_objects():
+        if issubclass(type(each), AveragedModel) and {n: p.shape for n, p in each.module.named_parameters()} == forms:
+            _NOTES.warning(
+                "an AveragedModel was made before mw.compile, which has sharded the model's parameters: its "
+                "update_parameters cannot mix whole and sharded tensors. Make it after mw.compile, from the same model"
+            )
+            return
 
 
 # Modules of torch whose forward reads the parameters of their children (torch/nn/modules/activation.py, and the fast
