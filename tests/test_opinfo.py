@@ -232,8 +232,11 @@ def test_the_database(name: str, mesh: str) -> None:
 @pytest.mark.parametrize("memory", ["copied", "reversed", "sliced"])
 @pytest.mark.parametrize(
     "name",
-    ["linalg.det", "linalg.slogdet", "masked_fill", "nn.functional.embedding_bag", "nn.functional.pdist"]
-    + ["nn.functional.adaptive_max_pool3d", "nn.functional.layer_norm", "nn.functional.scaled_dot_product_attention"],
+    [
+        *("linalg.det", "linalg.slogdet", "masked_fill", "nn.functional.embedding_bag", "nn.functional.pdist"),
+        *("nn.functional.adaptive_max_pool3d", "nn.functional.layer_norm"),
+        "nn.functional.scaled_dot_product_attention",
+    ],
 )
 def test_a_sample_in_any_memory(name: str, memory: str) -> None:
     judged(name, "dp=2", memory)

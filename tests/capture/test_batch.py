@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.training import assert_equals_eager
@@ -108,6 +109,71 @@ def test_what_holds_no_tensor_says_what_may() -> None:
         with pytest.raises(CaptureError, match="the batch contains no tensor") as error:
             Batch.of(batch)
         assert "dict, tuple, list or dataclass" in error.value.expected
+
+
+# entries that are not tensors
+
+
+def weighed(out: Tensor, batch: dict[str, Any]) -> Tensor:
+    weight = batch["weight"].copy() if isinstance(batch["weight"], np.ndarray) else batch["weight"]
+    return ((out - torch.as_tensor(batch["y"])).square() * torch.as_tensor(weight)).mean()
+
+
+def with_entries(i: int, weight: Any) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(i)
+    y = torch.randn(4, 2, generator=draw)
+    return {"x": torch.randn(4, 3, generator=draw), "y": y.numpy(), "weight": weight}
+
+
+@pytest.mark.parametrize(
+    ("weight", "num_programs"),
+    [
+        (lambda i: 3 + i, 2),
+        (lambda i: 0.1 * i, 2),
+        (lambda i: np.float32(i), 1),
+        (lambda i: np.full((4, 1), i + 1.0, np.float32)[::-1], 1),
+        (lambda i: 2, 1),
+    ],
+    ids=["int", "float", "numpy number", "numpy array", "the same int"],
+)
+def test_numbers_and_arrays_are_inputs_of_the_step(weight: Callable[[int], Any], num_programs: int) -> None:
+    data = [with_entries(i, weight(i)) for i in range(4)]
+
+    step = assert_equals_eager(ByName(), data, "dp=2", loss=weighed)
+    assert len(step._compiled.variants.all) == num_programs
+
+
+def test_a_number_that_decides_the_ops_has_a_program_for_each_value(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(out: Tensor, batch: dict[str, Any]) -> Tensor:
+        return (out - torch.as_tensor(batch["y"])).square().mean() * (2.0 if batch["weight"] > 1 else 1.0)
+
+    step = assert_equals_eager(ByName(), [with_entries(i, i) for i in range(4)], "dp=2", loss=loss)
+    assert len(step._compiled.variants.all) == 2
+    assert "for another value of the batch entry 'weight'" in caplog.text
+
+
+def test_other_entries_are_named_when_they_compile(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(out: Tensor, batch: dict[str, Any]) -> Tensor:
+        return (out - torch.as_tensor(batch["y"])).square().mean() * batch["weight"][0]
+
+    assert_equals_eager(ByName(), [with_entries(i, [i]) for i in range(1, 3)], "dp=2", loss=loss)
+    assert "for another value of the batch entry 'weight'" in caplog.text
+
+
+def test_an_optional_argument_that_a_tuple_does_not_fill_is_named() -> None:
+    class Optional(ByName):
+        def forward(self, x: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+            y = self.net(x)
+            return y, None if targets is None else (y - targets).square().mean()
+
+    data = (torch.ones(4, 3), torch.ones(4, 2))
+    model = Optional()
+    options: dict[str, Any] = {"loss": lambda out, batch: out[1], "example": data, "mesh": "dp=2"}
+    with pytest.raises(CaptureError, match="its optional argument targets") as error:
+        mw.compile(model, **options)
+    assert "forward=lambda model, batch: model(*batch)" in error.value.hint
+    step = mw.compile(model, **options, forward=lambda model, batch: model(*batch))
+    assert float(step(data)) == pytest.approx(model(*data)[1].item(), rel=1e-5)
 
 
 # what of a tensor counts beside its elements

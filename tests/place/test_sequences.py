@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests.models import hugging_face
 from tests.sequences import Shape, difference, named, plain
-from torch import fx, nn
+from tests.training import assert_equals_one_device, batches
+from torch import Tensor, fx, nn
 
 import meshweave as mw
 from meshweave.errors import PlanError
@@ -273,3 +274,31 @@ def test_stages_of_a_cut_sequence_keep_the_gradients_of_their_weights() -> None:
     gradients = [n for n in nodes if origin_of(n).phase == "backward" and isinstance(n.meta["layout"], Layout)]
     assert gradients
     assert not [n.name for n in gradients if n.meta["layout"].dims and "pp" in n.meta["layout"].mesh.axis_names]
+
+
+class Reshaped(nn.Module):
+    """Its views move elements between the sequence and the features."""
+
+    def __init__(self, num_layers: int, features: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(features, features) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            batch, length, features = x.shape
+            x = layer(x).flatten(1).view(batch, features, length).transpose(1, 2).contiguous()
+        return x
+
+
+@pytest.mark.slow_rows("cp=2-1-2-6", "cp=2,pp=2-1-2-4")
+@pytest.mark.parametrize(
+    ("mesh", "accumulate", "num_layers", "length"),
+    [("cp=2", 2, 1, 4), ("cp=2", 1, 1, 4), ("cp=2", 1, 2, 6), ("cp=2,pp=2", 1, 2, 4)],
+)
+def test_views_that_mix_the_sequence_with_features(mesh: str, accumulate: int, num_layers: int, length: int) -> None:
+    torch.manual_seed(0)
+    model = Reshaped(num_layers, 12).double()
+    shape = (8, length, 12)
+    data = [{k: v.double() for k, v in batch.items()} for batch in batches(2, shape, shape)]
+    plan = Plan.cp("cp") + (Plan.stages("pp") if "pp" in mesh else Plan())
+    assert_equals_one_device(model, data, mesh, plan=plan, accumulate=accumulate)

@@ -62,6 +62,12 @@ def parameters_alone(step: mw.TrainStep, rank: int) -> None:
     step(rows(8))
 
 
+def forward_alone(step: mw.TrainStep, rank: int) -> None:
+    if rank == 0:
+        step.model(rows(8)["input"])
+    step(rows(8))
+
+
 def skip_a_step(step: mw.TrainStep, rank: int) -> None:
     for _ in range(3 - rank):
         step(rows(8))
@@ -113,6 +119,14 @@ SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, 
     "evaluate": ("dp=2", evaluate_alone, ("call 3", "rank 0: evaluate", "rank 1: step", "under `if rank == 0`")),
     "save": ("dp=2", save_alone, ("call 3", "rank 0: step", "rank 1: save")),
     "parameters": ("fsdp=2", parameters_alone, ("call 3", "rank 0: parameters", "rank 1: step")),
+    "forward": (
+        "fsdp=2",
+        forward_alone,
+        (
+            *("call 3", "rank 0: model(x), which gathers sharded parameters at tests/runtime/test_calls.py"),
+            *("rank 1: step", "step.evaluate(batch) on every rank"),
+        ),
+    ),
     "skip": ("dp=2", skip_a_step, ("call 5", "rank 0: step", "rank 1: save")),
     "size": ("dp=2", another_size, ("call 19", "rank 0: step (input [4, 4]", "rank 1: step (input [8, 4]")),
     "leave": (
@@ -234,6 +248,9 @@ def test_calls_are_compared_where_ranks_have_them() -> None:
         "call 3 is rank 0: evaluate; rank 1: step (x [4, 6]); rank 2: not begun, after call 2 (step (x [4, 6])); "
         "rank 3: past, now in call 30 (save)"
     )
+    error = different_calls({0: ours, 1: {**first, 3: "save"}}, {}, {0: "a.py:3 in f", 1: "b.py:1 in g"})
+    assert error is not None
+    assert error["got"] == "call 3 is rank 0: evaluate at a.py:3 in f; rank 1: save at b.py:1 in g"
     error = different_calls({0: ours, 1: first}, {1: 2})
     assert error is not None
     assert error["what"] == "a rank has ended its script while others go on"

@@ -20,6 +20,7 @@ from meshweave.capture.module_state import MISSING, ModuleState, is_plain, shown
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.record import Constant, Difference, Record, RecordedValue
 from meshweave.errors import CaptureError, MeshweaveError
+from meshweave.interop.fake import fake_like, meta_like
 
 _ONCE = "ops, numbers and attributes that are the same in every step"
 _HINT = (
@@ -93,7 +94,7 @@ class Contract:
         return None
 
     def _fake(self, batch: Batch) -> Batch:
-        """A batch with the example's fake tensors; entries that the example lacks stay as they are."""
+        """A batch with the example's fake tensors, and others without data for entries that the example lacks."""
         own = dict(zip(batch.names, batch.tensors, strict=True))
         known = dict(zip(self.batch.names, self.batch.tensors, strict=True))
         fakes = [
@@ -102,7 +103,8 @@ class Contract:
             else fake.detach().requires_grad_(not fake.requires_grad)
             for name, fake in known.items()
         ]
-        more = {name: tensor for name, tensor in own.items() if name not in known}
+        like = self.batch.tensors[0]
+        more = {name: fake_like(meta_like(tensor), like) for name, tensor in own.items() if name not in known}
         return Batch(self.batch.names, tuple(fakes), {**batch.rest, **more}, batch.join)
 
     def _inputs(self, batch: Batch) -> list[Tensor]:

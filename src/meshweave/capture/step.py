@@ -490,8 +490,8 @@ def _loss_and_metrics(value: Any, hint: str) -> tuple[Tensor, dict[tuple[str, st
                 where=f"metric '{name}'",
                 got=f"a name that is taken: {', '.join(_RESERVED)}" if name in _RESERVED else got,
                 expected="(loss, {name: a tensor with one element, ...})",
-                hint="return means over the batch, such as (predicted == labels).float().mean(); what the model computes "
-                "for each row (a hidden state) is returned by its forward, and step.forward_only(batch) gives it",
+                hint="return means over the batch, such as (predicted == labels).float().mean(); what is computed for "
+                "each row (a hidden state) is returned by the model's forward, and step.forward_only(batch) gives it",
             )
     detached = {name: number.detach().reshape(()) for name, number in numbers.items()}
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in detached.items()}
