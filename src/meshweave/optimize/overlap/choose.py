@@ -13,6 +13,7 @@ from meshweave.optimize.overlap.search import ENOUGH, SMALL, OrderCandidate
 _NEAR = 1.5e-3  # what robustness may cost of the nominal time
 _WIDE = 0.0125  # what it may cost where it gains `_WORTH` times as much with slower communication
 _WORTH = 6
+_EQUAL = 1 + 1e-12  # factor up to which seconds count as equal
 _JUDGED, _JUDGED_SMALL = 4, 6  # candidates that are judged under all scenarios
 
 
@@ -34,8 +35,8 @@ def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule
     them under nominal costs. They, the fastest, and those that lose least with slower communication are judged under
     all scenarios.
     """
-    limit = min((c.seconds[0] for c in candidates[:protected]), default=inf) * (1 + 1e-12)
-    ranked = _distinct([c for c in candidates if c.seconds[0] <= limit])
+    limit = min((c.seconds[0] for c in candidates[:protected]), default=inf) * _EQUAL
+    ranked = _distinct(candidates)
     fastest = ranked[0].seconds[0]
     slower: dict[int, tuple[float, ...]] = {}  # by candidate, under `SLOWER`
     accepted, most, is_robust = fastest, (1 + ENOUGH) * fastest, rule != "nominal"
@@ -46,7 +47,7 @@ def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule
         }
         accepted = _accepted_seconds(close, slower)
         most = (1 + _NEAR) * accepted
-    near = [c for c in ranked if accepted <= c.seconds[0] <= most]
+    near = [c for c in ranked if min(accepted, limit / _EQUAL) <= c.seconds[0] <= min(most, limit)]
     if is_robust:
         losses = _losses(near, slower)
         near.sort(key=lambda c: losses[id(c)])
@@ -65,16 +66,17 @@ def choose(candidates: Sequence[OrderCandidate], slowdown: Slowdown | None, rule
 
 def _accepted_seconds(ranked: Sequence[OrderCandidate], slower: Mapping[int, tuple[float, ...]]) -> float:
     """Nominal seconds that are accepted: those of the fastest of `ranked`, or up to `_WIDE` more where an order loses
-    much less with slower communication. It is decided for every peak, from the least, and never rises: with more memory
-    no slower order is chosen."""
+    much less with slower communication. It is decided for every cap that allows more orders than a smaller one, and the
+    least counts: with more memory no slower order is chosen."""
     accepted = inf
-    for peak in sorted({c.peak for c in ranked}):
-        fitting = [c for c in ranked if c.peak <= peak]
-        fastest = fitting[0].seconds[0]
-        near = [c for c in fitting if c.seconds[0] <= min(accepted, (1 + _WIDE) * fastest)]
+    for needs in sorted({c.needs for c in ranked}):
+        allowed = [c for c in ranked if c.needs <= needs]
+        fastest = allowed[0].seconds[0]
+        near = [c for c in allowed if c.seconds[0] <= (1 + _WIDE) * fastest]
         losses = _losses(near, slower)
         nominal = {id(c): _WORTH * _regret(c.seconds[0], fastest) for c in near}
-        accepted = min(near, key=lambda c: (nominal[id(c)] + losses[id(c)], c.seconds[0])).seconds[0]
+        robust = min(near, key=lambda c: (nominal[id(c)] + losses[id(c)], c.seconds[0]))
+        accepted = min(accepted, robust.seconds[0])
     return accepted
 
 

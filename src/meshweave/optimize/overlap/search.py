@@ -58,6 +58,8 @@ _STEPS = 12_000  # items that they may schedule: bounds their time
 _RUNGS = (1.0, 1.02, 1.1, 1.2, 1.5, 2.0)
 _USUAL = 1.05
 _STEP = 0.9  # from a rung to the next below the peak of the input order, until nothing fits
+_FINER = (1.025, 1.05, 1.08)  # and above that rung, because an order may fit in a little less than the rung above it
+_TIGHT = 2400  # items that are scheduled on each of these rungs, beside methods that need little memory
 _AGAIN = 6000  # items that are scheduled again on each rung, by the fastest methods; at least two methods in any graph
 _MOVES = 40_000  # items that moves from the fastest order may play under each limit
 _STALLS = 4  # stalls of an order that are filled
@@ -69,13 +71,15 @@ ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and 
 
 @dataclass(frozen=True, slots=True)
 class OrderCandidate:
-    """An order of a merged problem. `seconds` by scenario, the nominal costs first."""
+    """An order of a merged problem. `seconds` by scenario, the nominal costs first; `needs`: the bytes from which on a
+    cap allows it: its peak, or the rung of memory on which it was found, if that is more."""
 
     name: str
     merged: Merged
     order: tuple[int, ...]
     seconds: tuple[float, ...]
     peak: int
+    needs: float = 0.0
 
     @property
     def busy(self) -> float:
@@ -103,6 +107,7 @@ class OrderSearch:
     is_busy: bool = field(init=False)  # links have about as much work as compute
     is_careful: bool = True  # orders for slower links are hardly slower
     room: float = inf  # bytes under which orders are searched now; independent of the cap
+    rung: float = 0.0  # and those that a cap has to allow for this search to happen
     shapes: dict[tuple[tuple[Bucket, ...], Fold], _Shape] = field(default_factory=dict)
     judged: list[OrderCandidate] = field(default_factory=list)  # all of them, whatever their peak
     attempts: list[tuple[OrderCandidate, _Shape, Policy]] = field(default_factory=list)  # of the search itself
@@ -123,30 +128,50 @@ class OrderSearch:
         return [c for c in self.judged if c.peak <= self.cap]
 
     def run(self, orders: Sequence[tuple[str, Order]]) -> list[OrderCandidate]:
-        """All candidates under the cap, `orders` first, the input order among them. A search under the cap itself, if
-        nothing else fits, depends on it, and another cap may not find the same order: `least` is determined before."""
+        """All candidates under the cap, `orders` first, the input order among them.
+
+        Nothing that is tried depends on the cap, which only ends the list of limits: what a search finds under a cap,
+        it finds under any larger cap, too.
+        """
         for name, order in orders:
             self.judge(name, self.shape(()).merged, order)
         usual = self.judged[0].peak
         self.seek(int(usual * _USUAL))
         methods = self.fastest()
-        lean = (*methods[:2], *((str(policy), self.shape(()), policy) for policy in _SHORT))
-        room = int(usual * _STEP)
-        while room and self.retry(room, lean):
-            room = int(room * _STEP)
+        self.descend(usual, methods)
+        self.least = min(self.judged, key=lambda c: c.peak)
+        self.retry(inf, methods)
         for part in _RUNGS:
             rung: float = int(usual * part)
             if part > _USUAL:
-                rung = max(rung, min(span[1] for attempt in methods if (span := self.span(attempt))))
+                known = [span[1] for attempt in methods if (span := self.span(attempt))]
+                rung = max(rung, min(known, default=rung))  # nothing is known where all orders were given up
             if rung > self.cap or rung == inf:
                 break
+            self.rung = rung
             self.retry(rung, methods)
-        self.retry(inf, methods)
-        if not self.feasible:
-            self.seek(room)
-            self.least = min(self.judged, key=lambda c: c.peak)
-            self.seek(self.cap)
+            self.improve()
+        if self.cap == inf:
+            self.room = self.rung = inf
+            self.improve()
         return self.feasible
+
+    def descend(self, usual: int, methods: Sequence[tuple[str, _Shape, Policy]]) -> None:
+        """Search orders in less memory than the input order needs, `usual`, by more methods the smaller the graph, until
+        nothing fits; then once more where something did, in smaller steps."""
+        plain = self.shape(())
+        if min(c.peak for c in self.judged) > usual * _STEP:
+            self.save_memory(plain)
+        tight = [*methods[:2], *((str(policy), plain, policy) for policy in _SHORT)]
+        most = _TIGHT // max(1, self.merger.reading.problem.num_items)
+        tight += [(name, self.shape((), which), policy) for name, (policy, which) in self.methods().items()][:most]
+        room = int(usual * _STEP)
+        while room and self.retry(room, tight):
+            self.improve()
+            room = int(room * _STEP)
+        for part in _FINER:
+            if self.retry(int(room * part), tight):
+                self.improve()
 
     def seek(self, room: float) -> None:
         """Search orders and buckets under so many bytes."""
@@ -172,10 +197,9 @@ class OrderSearch:
         """Fill the longest stalls of the fastest order of each of the fastest sets of buckets, under the present
         limit."""
         fitting = sorted((c for c in self.judged if c.peak <= self.room), key=lambda c: c.seconds[0])
-        slowest = (1 + _HOPELESS) * min((c.seconds[0] for c in self.feasible), default=inf)
         fastest: dict[tuple[Bucket, ...], OrderCandidate] = {}
         for c in fitting:
-            if c.seconds[0] <= min(slowest, (1 + _FAR) * fitting[0].seconds[0]):
+            if c.seconds[0] <= (1 + _FAR) * fitting[0].seconds[0]:
                 fastest.setdefault(c.merged.buckets, c)
         for c in list(fastest.values())[:_IMPROVED]:
             self.fill_stalls(c)
@@ -228,8 +252,6 @@ class OrderSearch:
         rest = [attempt for attempt in methods if not self.span(attempt)]
         where = f"in {room / 1e9:.3f} GB" if room < inf else "without a cap"
         tried = [self.schedule(f"{name}, {where}", shape, policy) for name, shape, policy in rest]
-        if room < inf or self.cap == inf:  # else another cap would move another order
-            self.improve()
         return len(rest) < len(methods) or any(c.peak <= room for c in tried)
 
     def span(self, attempt: tuple[str, _Shape, Policy]) -> tuple[float, float] | None:
@@ -295,8 +317,7 @@ class OrderSearch:
         return self.shapes[buckets, which]
 
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> OrderCandidate:
-        room = max(self.room, self.cap) if self.room < inf else inf
-        fastest = min((c.seconds[0] for c in self.judged if c.peak <= room), default=inf)
+        fastest = min((c.seconds[0] for c in self.judged if c.peak <= self.room), default=inf)
         order, *span = schedule(shape.outline, policy, self.room, (1 + _HOPELESS) * fastest)
         self.spans.setdefault((policy, id(shape)), []).append((span[0], span[1]))
         candidate = self.judge(name, shape.merged, shape.folded.unfold(order))
@@ -306,7 +327,8 @@ class OrderSearch:
     def judge(self, name: str, merged: Merged, order: Order) -> OrderCandidate:
         problem = merged.problem
         seconds = seconds_of(problem, order, self.slowdown)
-        candidate = OrderCandidate(name, merged, tuple(order), (seconds,), peak_of(problem, order))
+        peak = peak_of(problem, order)
+        candidate = OrderCandidate(name, merged, tuple(order), (seconds,), peak, max(peak, self.rung))
         self.judged.append(candidate)
         return candidate
 
@@ -315,8 +337,8 @@ class OrderSearch:
         sizes = _SIZES if self.is_small else _SIZES_LARGE if self.is_busy else _SIZES_LARGE[:1]
         for gathers, reductions in sizes:
             seconds = self.try_buckets(gathers, reductions)
-            if not (self.is_small or self.sample):
-                (buckets,) = self.fastest_seconds
+            buckets = self.shape(self.by_size[gathers, reductions]).merged.buckets
+            if buckets and not (self.is_small or self.sample):
                 self.schedule_all(buckets)
                 self.sample, seconds = buckets, self.try_buckets(gathers, reductions)
             if seconds > (1 + _FAR) * min(self.fastest_seconds.values()) and not self.is_small:
