@@ -20,7 +20,8 @@ def candidate(exposed: float, hidden: float, peak: int = 0) -> OrderCandidate:
     )
     order = (0, 1, 2, ~0, ~2)
     merged = Merged(problem, (), (), exposed + hidden)
-    return OrderCandidate("", merged, order, (seconds_of(problem, order),), peak or peak_of(problem, order))
+    peak = peak or peak_of(problem, order)
+    return OrderCandidate("", merged, order, (seconds_of(problem, order),), peak, peak)
 
 
 def chosen(*candidates: OrderCandidate, rule: str = "regret") -> OrderCandidate:

@@ -79,7 +79,7 @@ class OrderCandidate:
     order: tuple[int, ...]
     seconds: tuple[float, ...]
     peak: int
-    needs: float = 0.0
+    needs: float
 
     @property
     def busy(self) -> float:
@@ -139,8 +139,8 @@ class OrderSearch:
         self.seek(int(usual * _USUAL))
         methods = self.fastest()
         self.descend(usual, methods)
-        self.least = min(self.judged, key=lambda c: c.peak)
         self.retry(inf, methods)
+        self.least = min(self.judged, key=lambda c: c.peak)
         for part in _RUNGS:
             rung: float = int(usual * part)
             if part > _USUAL:
