@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from overlap_graphs import Direction, Groups, LocalLlama, Shape, trace, world
 from overlap_judge import Costs, collective_of, group_of, judge, start_of, tensor_bytes, value_of
 from overlap_list import reordered
-from overlap_passes import costs_of, remembered
+from overlap_passes import costs_of, donated_of, remembered
 from torch import fx
 
 from meshweave.optimize.overlap import OverlapOptions, overlap
@@ -97,7 +97,11 @@ def run(module: fx.GraphModule, shape: Shape, groups: Groups) -> tuple[float, fl
     hand = reordered(module.graph, [node for node in order if node.op == "call_function"])
     names = tuple(node.name for node in order if start_of(node) is None)
     ours, _ = overlap(
-        module, cost=remembered(module.graph, costs), groups=groups.ranks, options=OverlapOptions(orders=(names,))
+        module,
+        cost=remembered(module.graph, costs),
+        groups=groups.ranks,
+        options=OverlapOptions(orders=(names,)),
+        donated=donated_of(module.graph),
     )
     return (
         judge(module.graph, costs).seconds,

@@ -147,6 +147,13 @@ def best_of(results: Sequence[Result]) -> Result:
     return min(results, key=lambda one: one.verdict.seconds)
 
 
+def donated_of(graph: fx.Graph) -> list[str]:
+    """The inputs that a backward graph frees: all but parameters, as these graphs name them."""
+    names = [node.name for node in graph.find_nodes(op="placeholder")]
+    is_backward = any(name.startswith("tangents") for name in names)
+    return [name for name in names if is_backward and not name.startswith("primals")]
+
+
 def run_ours(
     module: fx.GraphModule, costs: Costs, groups: Mapping[str, Sequence[int]], cap: int | None, repeat: int
 ) -> tuple[Result, float]:
@@ -154,7 +161,7 @@ def run_ours(
     look = remembered(module.graph, costs)
 
     def run(one: fx.GraphModule) -> tuple[fx.GraphModule, OverlapReport]:
-        return overlap(one, cost=look, memory_cap_bytes=cap, groups=groups)
+        return overlap(one, cost=look, memory_cap_bytes=cap, groups=groups, donated=donated_of(one.graph))
 
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ):
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 ATEN = torch.ops.aten
@@ -39,6 +40,8 @@ MESH: Mapping[str, tuple[tuple[int, ...], ...]] = {"a": ROWS, "b": COLUMNS, "w":
 RANKS = 4
 
 Cost = Callable[..., Any]
+# What AOTAutograd says of an input of its backward graphs; of saved values it says nothing.
+ROLES = {"tangents": TangentAOTInput(PlainAOTOutput(0)), "primals": PlainAOTInput(0)}
 
 
 def groups_of(rank: int, mesh: Mapping[str, Sequence[tuple[int, ...]]] = MESH) -> dict[str, tuple[int, ...]]:
@@ -60,6 +63,9 @@ class Builder:
         node = self.graph.placeholder(name)
         with self.mode:
             node.meta["val"] = torch.empty(tuple(shape), dtype=dtype)
+        role = next((role for role in ROLES if name.startswith(role)), None)
+        if role is not None:
+            node.meta["desc"] = ROLES[role]
         return node
 
     def placeholders(self, names: str, shape: Sequence[int] = (8, 8), dtype: torch.dtype = torch.float32) -> list[Any]:

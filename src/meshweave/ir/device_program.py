@@ -3,13 +3,14 @@ torch.compile's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import fx
 
 from meshweave.errors import MeshweaveError
+from meshweave.interop.descriptors import owned_inputs
 from meshweave.interop.process_groups import is_in_job, ranks_of_group
 from meshweave.ir.collectives import collective_of, group_of
 from meshweave.ir.described import values_of
@@ -162,20 +163,38 @@ def _registered(group: Any) -> tuple[int, ...]:
         return ()
 
 
-def releasable_of(graph: fx.Graph) -> Callable[[fx.Node], bool]:
-    """Which placeholders may be freed after their last use: in a backward graph of torch.compile, which gets saved
-    activations and tangents in a list that it empties, all except the parameters."""
-    names = [n.name for n in graph.nodes if n.op == "placeholder"]
-    is_backward = any(name.startswith("tangents") for name in names)
-    return lambda node: is_backward and not node.name.startswith("primals")
+Donated = Collection[str] | Callable[[fx.Node], bool]
+
+
+def donated_inputs(graph: fx.Graph, donated: Donated | None = None) -> frozenset[fx.Node]:
+    """The placeholders whose memory is free after their last use: those that the caller names, or of which its callable
+    says so; by default those that a backward graph of AOTAutograd owns. Raises MeshweaveError for an unknown name."""
+    if donated is None:
+        return owned_inputs(graph)
+    placeholders = graph.find_nodes(op="placeholder")
+    if callable(donated):
+        return frozenset(node for node in placeholders if donated(node))
+    names = {donated} if isinstance(donated, str) else set(donated)
+    known = {node.name: node for node in placeholders}
+    if unknown := sorted(names - known.keys()):
+        raise MeshweaveError(
+            "donated= names what is not an input of the graph",
+            got=unknown[0],
+            expected=f"names of its placeholders: {', '.join([*known][:8])}{', ...' if len(known) > 8 else ''}",
+            hint="names are those of nodes: [node.name for node in gm.graph.find_nodes(op='placeholder')]",
+        )
+    return frozenset(known[name] for name in names)
 
 
 def graph_program(
     graph: fx.Graph,
     groups: Mapping[str, Sequence[int]] | None = None,
     values: Mapping[fx.Node, Values] | None = None,
+    donated: Donated | None = None,
 ) -> DeviceProgram:
-    """A graph whose values are described by meta["val"] or by `values`; `groups`: ranks by name.
-    Raises VerifyError for a node whose tensors are not described."""
+    """A graph whose values are described by meta["val"] or by `values`; `groups`: ranks by name; `donated`: see
+    `donated_inputs`. Raises VerifyError for a node whose tensors are not described, MeshweaveError for an unknown name
+    in `donated`."""
     inferred = values_of(graph) if values is None else values
-    return DeviceProgram(graph, inferred, NamedGroups(groups or {}), releasable_of(graph), checks_groups=bool(groups))
+    owned = donated_inputs(graph, donated)
+    return DeviceProgram(graph, inferred, NamedGroups(groups or {}), owned.__contains__, checks_groups=bool(groups))

@@ -12,7 +12,7 @@ from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.errors import MeshweaveError
 from meshweave.interop.gloo import let_gathers_overlap_in
 from meshweave.interop.graphs import lazy_module_like
-from meshweave.ir.device_program import DeviceProgram, graph_program
+from meshweave.ir.device_program import DeviceProgram, Donated, graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.optimize.overlap.decide import OverlapOptions, decide
 from meshweave.optimize.overlap.merge import Merger
@@ -82,6 +82,7 @@ def overlap(
     groups: Mapping[str, Sequence[int]] | None = None,
     options: OverlapOptions | None = None,
     agree: Agree | None = None,
+    donated: Donated | None = None,
 ) -> tuple[fx.GraphModule, OverlapReport]:
     """An equivalent graph in which communication runs beside compute, and a report. `gm` is not changed.
 
@@ -94,6 +95,9 @@ def overlap(
         until its wait. Default: 5% or 512 MiB above the peak of the input order, whichever is more.
     groups: ranks by group name; default: the groups of torch.distributed.
     agree: called once with all numbers that the decision depends on; returns those that every rank uses.
+    donated: placeholders whose memory is free after their last use: their names, or a callable that says so of a node.
+        Default: in a backward graph of AOTAutograd (its descriptors are in meta["desc"]) the gradients and saved values
+        that it gets in a list that it empties; in any other graph none. Names of placeholders mean nothing.
 
     Gathers and values of kernels are equal to the bit; an element of a merged reduction is the sum of the same parts
     over the same group. The result depends only on the graph and the costs: equal graphs give equal orders, whatever
@@ -106,7 +110,9 @@ def overlap(
     with without_collector():
         graph = copied_graph(gm.graph)
         graph.owning_module = gm
-        report = order_program(graph_program(graph, groups), costs_of(cost), memory_cap_bytes, options, agree)
+        report = order_program(
+            graph_program(graph, groups, donated=donated), costs_of(cost), memory_cap_bytes, options, agree
+        )
     ordered = lazy_module_like(gm, graph)
     let_gathers_overlap_in(ordered)
     return ordered, report
