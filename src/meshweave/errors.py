@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+
+# Packages whose frames are not a caller's: what they raise, called by meshweave, is a fault of meshweave.
+_LIBRARIES = sys.stdlib_module_names | {"meshweave", "torch", "numpy", "sympy"}
+
 
 class MeshweaveError(Exception):
     """A mistake that the user can fix.
@@ -58,3 +64,15 @@ class OutdatedUpdate(StepError):
 
 class CheckpointError(MeshweaveError):
     """A checkpoint that is missing, damaged or of another model."""
+
+
+def internal_cause(error: Exception) -> str:
+    """What failed, and where, if an exception is a fault of meshweave; "" if it is the caller's: a MeshweaveError, or
+    an exception of a function that the caller handed in. To be called where the exception is caught."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    if isinstance(error, MeshweaveError) or not all(package in _LIBRARIES for package in packages):
+        return ""
+    own = [(frame, line) for (frame, line), package in zip(frames, packages, strict=True) if package == "meshweave"]
+    frame, line = own[-1]
+    return f"{type(error).__name__}: {error} ({frame.f_globals['__name__']}, line {line})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import meshweave as mw
 from meshweave.errors import MeshweaveError
 from meshweave.torch_compile.fsdp import shard_in_graph
 
@@ -46,6 +49,7 @@ def mesh() -> Iterator[DeviceMesh]:
     yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     torch._dynamo.reset()
     dist.destroy_process_group()
+    gc.collect()  # modules, which the drop-in looks for
 
 
 def traced(module: nn.Module, x: Tensor) -> list[Counter[str]]:
@@ -136,3 +140,38 @@ def test_a_copy_reads_its_own_parameters(mesh: DeviceMesh) -> None:
         dict(other.named_parameters())["up.weight"].zero_()
     assert other.up.weight.abs().sum() == 0
     assert dict(net.named_parameters())["up.weight"].to_local().abs().sum() > 0
+
+
+@pytest.mark.parametrize("door", [mw.backend, mw.inductor_pass])
+def test_fully_shard_is_named_where_the_drop_in_is_made(mesh: DeviceMesh, door: Callable[..., Any]) -> None:
+    """A graph break in the first hook keeps torch from compiling anything of this model: no backend is called."""
+    net = Net()
+    for part in (net.up, net):
+        fully_shard(part, mesh=mesh["dp"])
+    with pytest.warns(UserWarning, match=r"sharded by fully_shard \(Linear, Net\)(.|\n)*mw.shard_in_graph"):
+        door(cost="h100")
+    del net, part
+    gc.collect()
+    door(cost="h100")  # nothing to warn of
+
+
+def test_fully_shard_after_the_drop_in_is_made_is_named_by_the_first_graph(mesh: DeviceMesh) -> None:
+    reports: list[Any] = []
+    backend = mw.backend(cost="h100", inner="aot_eager", report=reports.append)
+    net = Net()
+    fully_shard(net, mesh=mesh["dp"])
+    compiled = torch.compile(net, backend=backend)
+    with pytest.warns(UserWarning, match=r"sharded by fully_shard \(Net\)") as caught:
+        compiled(torch.randn(2, 8)).backward()
+    assert sum("fully_shard" in str(warning.message) for warning in caught) == 1
+    assert not reports
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_what_the_warning_recommends_is_reported_on(mesh: DeviceMesh, inner: str) -> None:
+    reports: list[Any] = []
+    net = mw.shard_in_graph(Net(), mesh["dp"])
+    compiled = torch.compile(net, backend=mw.backend(cost="h100", inner=inner, report=reports.append))
+    compiled(torch.randn(2, 8)).backward()
+    assert [type(report) for report in reports] == [mw.OverlapReport] * 2  # forward, backward
+    assert all(report.collectives for report in reports)

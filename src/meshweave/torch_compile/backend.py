@@ -89,7 +89,8 @@ def backend(*, inner: str | GraphCompiler = "inductor", **options: Unpack[Backen
     `inner` compiles the ordered graph: "inductor", "aot_eager" (which runs it op by op) or a callable in the form of
     aot_autograd. Options: `cost`, `memory_cap_bytes` and `groups` are those of `mw.overlap`; `cost` may also be the
     name or file of a machine profile, by default it depends on the graph's device type. `report` is called with the
-    reports of the passes on every graph that communicates: OverlapReport, DecomposeReport, SplitReport.
+    reports of the passes on every graph that communicates: OverlapReport, DecomposeReport, SplitReport. With
+    `fully_shard` none does, because torch keeps its hooks out of graphs: a warning says so, and what to write instead.
 
     `passes`: the passes over a graph, as in `compile`: "exact" (the default: overlap), "default" (overlap, split,
     decompose) or "overlap,split=2", and passes of your own whose `scope` is "graph" or "joint graph". After each pass

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -17,7 +17,7 @@ from torch import fx
 from meshweave.cost.hardware.load import load_profile
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.disk_cache import package_digest
-from meshweave.errors import MeshweaveError
+from meshweave.errors import MeshweaveError, internal_cause
 from meshweave.interop.fake import unset_fake_temporarily
 from meshweave.interop.graphs import lazy_module_like
 from meshweave.interop.process_groups import is_in_job, ranks_of_groups
@@ -26,6 +26,7 @@ from meshweave.ir.graph import copied_graph, output_node
 from meshweave.optimize.batch_split import SplitReport
 from meshweave.optimize.overlap import OverlapReport
 from meshweave.optimize.overlap.decide import OverlapOptions
+from meshweave.optimize.overlap.order import warn_of_failure
 from meshweave.passes import GraphProgram, Overlap, Pass, pipeline_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
@@ -39,10 +40,33 @@ from meshweave.torch_compile.agreement import (
     only_group,
     world_agreement,
 )
+from meshweave.torch_compile.fsdp import fully_sharded_classes
 
 Cost = MachineProfile | Callable[..., float]
 # The default profile, by the device type of the graph.
 _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
+
+
+@dataclass(slots=True)
+class HookNotice:
+    """The warning, at most once, that communication is in no graph because `fully_shard` keeps it in hooks. The modules
+    of the process are looked at when a drop-in is made (a graph break in a hook may keep torch from compiling anything,
+    so that no backend is called) and when a graph does not communicate."""
+
+    is_given: bool = False
+
+    def look_at_modules(self) -> None:
+        classes = () if self.is_given or not is_in_job() else fully_sharded_classes()
+        if not classes:
+            return
+        self.is_given = True
+        warnings.warn(
+            "meshweave cannot overlap the communication of modules sharded by fully_shard "
+            f"({', '.join(classes)}): torch runs it in hooks, on its own schedule, and no graph of torch.compile has "
+            "it, so report= is not called for it. Sharded by mw.shard_in_graph(model, mesh) instead, before "
+            "torch.compile, the model communicates in its graphs and takes the same steps",
+            stacklevel=4,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +82,7 @@ class BackendSettings:
     ranks: tuple[int, ...] | None = None
     timeout_seconds: float = TIMEOUT_SECONDS
     notes: tuple[str, ...] = ()
+    hooks: HookNotice = field(default_factory=HookNotice, compare=False, repr=False)
 
     def has(self, scope: Scope) -> bool:
         """Whether any pass applies to graphs of this kind."""
@@ -71,7 +96,10 @@ class BackendSettings:
         match, and the errors of the passes.
         """
         passes = tuple(graph_pass for graph_pass in self.passes if graph_pass.scope == scope)
-        if not passes or not any(n.op == "call_function" and collective_of(n) is not None for n in graph.nodes):
+        communicates = any(n.op == "call_function" and collective_of(n) is not None for n in graph.nodes)
+        if not communicates:
+            self.hooks.look_at_modules()
+        if not passes or not communicates:
             return False
         cost, notes = self._costs_with_notes(graph)
         agreement = self._agreement(graph)
@@ -82,6 +110,14 @@ class BackendSettings:
                 chosen, variants = run_passes(program, passes, cost)
             except GraphsDifferError as error:
                 self._keep_order(graph, scope, program, agreement, error)
+                return False
+            except Exception as error:
+                cause = internal_cause(error)
+                if not cause:
+                    raise
+                warn_of_failure(cause)
+                if agreement is not None and scope == "graph":
+                    agreement.prove(graph, program.groups)
                 return False
             if chosen.program is not program:
                 _substitute(graph, chosen.program.module)
@@ -200,7 +236,9 @@ def settings(**options: Unpack[BackendOptions]) -> BackendSettings:
         given["groups"] = tuple((name, tuple(group)) for name, group in sorted(groups.items()))
     if ranks is not None:
         given["ranks"] = tuple(sorted(set(ranks)))
-    return BackendSettings(**given)
+    checked = BackendSettings(**given)
+    checked.hooks.look_at_modules()
+    return checked
 
 
 def graph_passes(passes: PassesArgument) -> tuple[Pass[Any], ...]:

@@ -12,7 +12,7 @@ from meshweave.optimize.overlap.bounds import bound_of
 from meshweave.optimize.overlap.choose import OrderChoice, choose
 from meshweave.optimize.overlap.explain import collective_rows, exposed_of, merge_rows
 from meshweave.optimize.overlap.merge import Merger
-from meshweave.optimize.overlap.model import Order
+from meshweave.optimize.overlap.model import Order, Problem
 from meshweave.optimize.overlap.play import SCENARIOS, live_at_peak, peak_of, play, seconds_of
 from meshweave.optimize.overlap.read import Reading
 from meshweave.optimize.overlap.report import INPUT, CandidateRow, Deferred, OverlapReport
@@ -138,6 +138,24 @@ def _report(choice: OrderChoice, search: OrderSearch, before: int, notes: tuple[
             for c in choice.candidates
         ),
         notes=notes,
+    )
+
+
+def report_as_given(problem: Problem, slowdown: Slowdown | None, memory_cap_bytes: int | None) -> OverlapReport:
+    """The report of a graph that stays in its order because the search failed."""
+    as_given, peak = play(problem, problem.order, slowdown), peak_of(problem, problem.order)
+    seconds, exposed = as_given.seconds, exposed_of(as_given)
+    return OverlapReport(
+        seconds_before=seconds,
+        seconds=seconds,
+        exposed_before=exposed,
+        exposed_seconds=exposed,
+        bound_seconds=0.0,
+        peak_before=peak,
+        peak_bytes=peak,
+        cap_bytes=cap_of(peak, memory_cap_bytes, None),
+        regret=0.0,
+        notes=("the search failed, see the warning: it stays as it was",),
     )
 
 

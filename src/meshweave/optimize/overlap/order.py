@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import fx
 
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.errors import MeshweaveError
+from meshweave.errors import MeshweaveError, internal_cause
 from meshweave.interop.gloo import let_gathers_overlap_in
 from meshweave.interop.graphs import lazy_module_like
 from meshweave.ir.device_program import DeviceProgram, Donated, graph_program
 from meshweave.ir.graph import copied_graph
-from meshweave.optimize.overlap.decide import OverlapOptions, decide
+from meshweave.optimize.overlap.decide import OverlapOptions, decide, report_as_given
 from meshweave.optimize.overlap.merge import Merger
+from meshweave.optimize.overlap.model import Problem
 from meshweave.optimize.overlap.prices import Agree, Cost, CostModel, costs_of, fill_prices
 from meshweave.optimize.overlap.read import Reading, read_problem
 from meshweave.optimize.overlap.report import OverlapReport
@@ -103,19 +105,63 @@ def overlap(
     over the same group. The result depends only on the graph and the costs: equal graphs give equal orders, whatever
     the rank and the names of groups. Once the module runs, all-gathers of CPU tensors in its process use an op of which
     several may be in flight over Gloo (`interop/gloo.py`).
-    Raises VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is used before
-    its wait, and a buffer that is accessed in flight; MeshweaveError for a cost that is not a duration, an unknown
-    group, and when no order is under the cap: it names the least peak found and its tensors.
+    If the search itself fails, by a fault of meshweave, the graph stays in its order, with a warning that says what
+    failed. Raises VerifyError, naming the node, for an unknown collective, a wait without a start, a result that is
+    used before its wait, and a buffer that is accessed in flight; MeshweaveError for a cost that is not a duration, an
+    unknown group, and when no order is under the cap: it names the least peak found and its tensors.
     """
+    options = options or OverlapOptions()
     with without_collector():
-        graph = copied_graph(gm.graph)
-        graph.owning_module = gm
-        report = order_program(
-            graph_program(graph, groups, donated=donated), costs_of(cost), memory_cap_bytes, options, agree
-        )
+        try:
+            graph, program = _copy(gm, groups, donated)
+            report = order_program(program, costs_of(cost), memory_cap_bytes, options, agree)
+        except Exception as error:
+            cause = internal_cause(error)
+            if not cause:
+                raise
+            warn_of_failure(cause)
+            graph, report = copied_graph(gm.graph), _as_given(gm, groups, donated, cost, memory_cap_bytes, options)
     ordered = lazy_module_like(gm, graph)
     let_gathers_overlap_in(ordered)
     return ordered, report
+
+
+def _copy(
+    gm: fx.GraphModule, groups: Mapping[str, Sequence[int]] | None, donated: Donated | None
+) -> tuple[fx.Graph, DeviceProgram]:
+    graph = copied_graph(gm.graph)
+    graph.owning_module = gm
+    return graph, graph_program(graph, groups, donated=donated)
+
+
+def warn_of_failure(cause: str) -> None:
+    """Warn that a graph stays as it is because of a fault of meshweave."""
+    warnings.warn(
+        f"meshweave leaves a graph in its order, because its search failed: {cause}. This is a bug of meshweave: "
+        "please report it with this text",
+        stacklevel=3,
+    )
+
+
+def _as_given(
+    gm: fx.GraphModule,
+    groups: Mapping[str, Sequence[int]] | None,
+    donated: Donated | None,
+    cost: MachineProfile | Cost,
+    memory_cap_bytes: int | None,
+    options: OverlapOptions,
+) -> OverlapReport:
+    """The report of a graph that stays in its order; figures are 0 if not even these can be computed."""
+    try:
+        _, program = _copy(gm, groups, donated)
+        costs = costs_of(cost)
+        reading = read_problem(program, costs.kernel_views(program.graph))
+        fill_prices(reading, costs.prices(reading), options.communication_factor, None)
+        return report_as_given(reading.problem, costs.slowdown, memory_cap_bytes)
+    except Exception as error:
+        if not internal_cause(error):
+            raise
+        return report_as_given(Problem(), None, memory_cap_bytes)
 
 
 def _orders(reading: Reading, options: OverlapOptions) -> list[list[int]]:

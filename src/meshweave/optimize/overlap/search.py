@@ -157,8 +157,8 @@ class OrderSearch:
         return self.feasible
 
     def descend(self, usual: int, methods: Sequence[tuple[str, _Shape, Policy]]) -> None:
-        """Search orders in less memory than the input order needs, `usual`, by more methods the smaller the graph, until
-        nothing fits; then once more where something did, in smaller steps."""
+        """Search orders in less memory than `usual`, what the input order needs, by more methods the smaller the graph,
+        until nothing fits; then once more where something did, in smaller steps."""
         plain = self.shape(())
         if min(c.peak for c in self.judged) > usual * _STEP:
             self.save_memory(plain)
