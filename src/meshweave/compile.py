@@ -136,7 +136,7 @@ class CompileOptions:
         if self.passes in (None, "default") and is_compiled and world.device.type == "cuda":
             pipeline = pipeline.having(Recompute("pointwise", is_optional=True))
         if self.passes is None or [each_pass.name for each_pass in asked.passes] == [Recompute.name]:
-            pipeline = with_default_passes(pipeline, world, costs, self.run.passes_seconds)
+            pipeline = with_default_passes(pipeline, world, costs, self.run.passes_seconds, self.is_small)
         return replace(pipeline, recalls=partial(numbers_of_all, world)) if world.is_distributed else pipeline
 
     def compiled(self) -> CompiledStep:
@@ -192,14 +192,20 @@ def note_computed(places: Collection[str]) -> None:
 _LEAST_GAIN = 0.08
 
 
-def with_default_passes(pipeline: Pipeline, world: World, costs: Costs, seconds: float) -> Pipeline:
+def with_default_passes(
+    pipeline: Pipeline, world: World, costs: Costs, seconds: float, is_small: bool = False
+) -> Pipeline:
     """The pipeline of a step whose caller named no pass that is chosen by gain: "default" within a time budget if there
     is real communication with known costs, else unchanged. Rewritten sums round differently, so a rewrite has to gain
-    at least `_LEAST_GAIN`."""
+    at least `_LEAST_GAIN`; a step that `is_small`, whose messages take their start-up alone, is not rewritten."""
     if not world.is_distributed or world.mesh.num_devices == 1 or not isinstance(costs, MachineProfile):
         return pipeline
     own, gathered = {each_pass.name for each_pass in pipeline.passes}, partial(numbers_of_all, world)
-    usual = tuple(each_pass for each_pass in pass_list("default") if each_pass.name not in own)
+    usual = tuple(
+        each_pass
+        for each_pass in pass_list("default")
+        if each_pass.name not in own and not (is_small and each_pass.numerics == "reassociates")
+    )
     return replace(
         pipeline,
         passes=(*pipeline.passes, *usual),

@@ -25,6 +25,7 @@ from meshweave.cost.hardware import AlphaBeta, load_profile, profile_of_device
 from meshweave.cost.hardware.load import _DATA
 from meshweave.disk_cache import CacheEntry
 from meshweave.errors import MeshweaveError
+from meshweave.ir.collectives import COLLECTIVES
 from meshweave.runtime.cluster import ClusterWorld, shutdown
 from meshweave.runtime.world import LocalWorld
 
@@ -112,7 +113,10 @@ def job_measures(pipe: Connection, directory: str) -> dict[str, Any]:
             run=mw.RunOptions(progress=stages.append),
         )
 
-    assert "less than 1 MiB" in compiled(None).program.costs_from
+    first = compiled(None).program
+    assert first.costs_from == "profile cpu-gloo: parameters and batch have less than 1 MiB (profile='auto' measures)"
+    (role,) = first.roles  # the gradients of weight and bias and the loss together
+    assert sum(node.target in COLLECTIVES for node in role.graph.nodes) < 3
     assert not [stage for stage in stages if stage.startswith("calibrate")]
     origins = [compiled().program.costs_from]
     heard = [stage for stage in stages if stage.startswith("calibrate")]

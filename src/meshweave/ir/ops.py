@@ -48,7 +48,8 @@ DENSE_OPERANDS: dict[Any, tuple[int, ...]] = {
 
 def _run_on_dense(op: Any, places: tuple[int, ...]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return op(*(x.contiguous() if i in places else x for i, x in enumerate(args)), **kwargs)
+        dense = (x.contiguous() if i in places and isinstance(x, Tensor) else x for i, x in enumerate(args))
+        return op(*dense, **kwargs)
 
     run.__qualname__ = f"{op}_on_dense"
     return run

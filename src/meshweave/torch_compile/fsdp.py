@@ -8,9 +8,7 @@ other op (SimpleFSDP, arXiv 2411.00284).
 
 from __future__ import annotations
 
-import gc
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -120,16 +118,6 @@ def shard_in_graph(
         readers = {name: property(partial(_read, name=name, stored_form=stored)) for name, stored in ways.items()}
         part.__class__ = type(part.__class__.__name__, (part.__class__,), {**readers, "meshweave_in_graph": ways})
     return module
-
-
-def fully_sharded_classes() -> list[str]:
-    """The names of the classes of this process's modules that `fully_shard` has sharded."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it there are none, and importing it takes time
-    if fsdp is None:
-        return []
-    classes = fsdp.FSDPModule.__subclasses__()
-    modules = (x for x in gc.get_referrers(*classes) if isinstance(x, fsdp.FSDPModule)) if classes else ()
-    return sorted({type(module).__name__.removeprefix("FSDP") for module in modules})
 
 
 def _ways(part: nn.Module) -> Mapping[str, _StoredForm]:

@@ -3,7 +3,9 @@ communications match."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,11 +42,20 @@ from meshweave.torch_compile.agreement import (
     only_group,
     world_agreement,
 )
-from meshweave.torch_compile.fsdp import fully_sharded_classes
 
 Cost = MachineProfile | Callable[..., float]
 # The default profile, by the device type of the graph.
 _USUAL = {"cpu": "cpu-gloo", "cuda": "h100"}
+
+
+def fully_sharded_classes() -> list[str]:
+    """The names of the classes of this process's modules that `fully_shard` has sharded."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it there are none, and importing it takes time
+    if fsdp is None:
+        return []
+    classes = fsdp.FSDPModule.__subclasses__()
+    modules = (x for x in gc.get_referrers(*classes) if isinstance(x, fsdp.FSDPModule)) if classes else ()
+    return sorted({type(module).__name__.removeprefix("FSDP") for module in modules})
 
 
 @dataclass(slots=True)

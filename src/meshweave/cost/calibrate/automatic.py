@@ -92,9 +92,9 @@ def costs_for(
     if its links are far from those of a file. None and "auto" are, in a job of several processes, measured once (about
     10 s) and cached in `cache_directory()`, by hosts, devices, addresses, backend, number of processes and versions.
     GPUs with a built-in profile have its compute, and only links are measured (at most 5 s): the name of a GPU does not
-    tell its network. With None, nothing is measured for a step that `is_small` (`SMALL_BYTES`): it takes an AlphaBeta,
-    or the built-in profile. Virtual devices of a process have no links: only relative costs of moves matter, for which
-    an AlphaBeta is enough.
+    tell its network. With None, nothing is measured for a step that `is_small` (`SMALL_BYTES`): it takes the built-in
+    profile, that of processors over Gloo among them, or an AlphaBeta. Virtual devices of a process have no links: only
+    relative costs of moves matter, for which an AlphaBeta is enough.
     """
     if isinstance(profile, str) and profile not in (AUTO, ALPHA_BETA):
         costs, trouble = load_profile(profile), ""
@@ -120,8 +120,10 @@ def _of_job(world: ClusterWorld, progress: Callable[[str], None], is_small: bool
     known = profile_of_device(names[0]) if len(names) == 1 else None
     built_in = load_profile(known) if known else None
     if is_small:
+        known = known or ("cpu-gloo" if world.device.type == "cpu" else None)
         small = "parameters and batch have less than 1 MiB (profile='auto' measures)"
-        return ChosenCosts(built_in or AlphaBeta(), f"{f'profile {known}' if known else 'alpha-beta'}: {small}")
+        costs = load_profile(known) if known else AlphaBeta()
+        return ChosenCosts(costs, f"{f'profile {known}' if known else 'alpha-beta'}: {small}")
     entry = CacheEntry(cache_directory() / "profiles", _key(seats, built_in))
     is_first = dist.get_rank() == 0
     with entry.lock() if is_first else nullcontext():
