@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.cost.hardware.schema import Links
+from meshweave.cost.simulate.step import least_bytes_of_step, simulate_roles
 from meshweave.passes import pipeline_of
 from meshweave.passes.pipeline import optimize
 from meshweave.runtime.cluster import shutdown
@@ -125,6 +126,26 @@ def test_rows_are_not_split_where_communication_alone_takes_too_long() -> None:
     found = optimize(step.program.placed, step.program.expanded, profile, pipeline)
     reasons = {variant.name: variant.reason for variant in found.variants}
     assert reasons["rows in 2 chunks"].startswith("cannot gain 8%: communication alone takes")
+
+
+def test_what_cannot_fit_is_not_searched() -> None:
+    step, h100 = compiled("dp=2", profile="h100", passes="none"), mw.load_profile("h100")
+    roles = step.program.expanded
+    least = least_bytes_of_step(roles, h100)
+    # 4 layers; of 16 rows the input, 4 outputs, the difference from the target; two factors of the mean
+    assert least == 4 * (4 * (96 * 96 + 96) + 6 * 16 * 96 + 2)
+    full = optimize(step.program.placed, roles, h100, pipeline_of("default"))
+    for variant in (roles, full.roles):
+        assert least <= simulate_roles(variant, h100).peak_bytes
+    for room, is_searched in ((least, True), (least - 1, False)):
+        profile = replace(h100, memory=replace(h100.memory, bytes=room, reserved_bytes=0, reserved_fraction=0.0))
+        found = optimize(step.program.placed, roles, profile, pipeline_of("default"))
+        assert bool(found.variants) == is_searched
+        assert ("none can make the step fit" in found.note) == (not is_searched)
+    assert found.roles is roles
+    assert replace(step.program, optimized=found).notes[-1] == found.note
+    capped = optimize(step.program.placed, roles, profile, replace(pipeline_of("default"), memory_cap_bytes=1 << 30))
+    assert capped.variants  # the cap of the caller counts, not the machine's memory
 
 
 def test_virtual_devices_take_the_plain_step() -> None:

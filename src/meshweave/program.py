@@ -73,9 +73,9 @@ class Program(Planned):
     @property
     def notes(self) -> tuple[str, ...]:
         """Decisions that no plan states: where gradients are added up, in which order a sequence is stored, why no
-        collective is decomposed; also what was wrong with the program on disk."""
+        collective is decomposed, why default passes did nothing; also what was wrong with the program on disk."""
         rings = dict.fromkeys(report.note for report in self.optimized.rings)
-        notes = (self.accumulation, self.sequence, self.eager_update, self.storage, *rings)
+        notes = (self.accumulation, self.sequence, self.eager_update, self.storage, self.optimized.note, *rings)
         return tuple(note for note in notes if note)
 
     @property

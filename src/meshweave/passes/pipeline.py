@@ -11,6 +11,7 @@ from meshweave.check.completeness import Completeness, check_complete
 from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.check.same import check_same
 from meshweave.cost.hardware import Costs, MachineProfile
+from meshweave.cost.simulate.step import least_bytes_of_step
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
@@ -22,6 +23,8 @@ from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.optimize.prefetch.keep import KeepReport
 from meshweave.passes.base import STAGES, CapturedProgram, MeshProgram, Pass, Stage, named
 from meshweave.passes.candidates import Progress, run_passes
+from meshweave.passes.table import GROUPS
+from meshweave.report.tables import bytes_text
 from meshweave.search import Budget, Candidate, Gathered
 
 
@@ -146,13 +149,16 @@ def optimize(
     A pass that is taken by gain is kept only if the whole step, after all passes, simulates faster and stays under the
     cap: the fastest variant wins, the first of equals. Raises MeshweaveError for costs that the passes do not support,
     and NoOrderError if no variant is under the cap. Default passes leave the roles unchanged instead of the former
-    error, and `note` gives the reason.
+    error, and `note` gives the reason. They do so, too, asked for or not, if the step cannot fit the machine's memory
+    and there is no cap.
     """
     passes = pipeline.of("written", "ordered")
     program = MeshProgram(roles, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
     try:
         for each_pass in passes:
             _check_costs(each_pass, roles, costs)
+        if note := _why_unfit(passes, roles, costs, pipeline):
+            return Optimized(roles=roles, expanded=roles, unscheduled=roles, note=note)
         chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
     except MeshweaveError as error:
         if not pipeline.is_default or isinstance(error, NoOrderError | VerifyError):
@@ -169,6 +175,22 @@ def optimize(
     if optimized.roles is not roles or pipeline.of("expanded"):
         prove(placed, optimized)
     return optimized
+
+
+def _why_unfit(passes: Collection[Pass[Any]], roles: tuple[RankGraph, ...], costs: Costs, pipeline: Pipeline) -> str:
+    """Why no pass is searched that would be compared: the step does not fit, whatever they do; "" if it may fit. With
+    passes that are not among the default ones nothing is known, and under a cap the error has to name the least peak.
+    """
+    is_searched = any(each.is_compared for each in passes) and {each.name for each in passes} <= {*GROUPS["default"]}
+    if not is_searched or pipeline.memory_cap_bytes is not None or not isinstance(costs, MachineProfile):
+        return ""
+    least, room = least_bytes_of_step(roles, costs), int(costs.usable_bytes)
+    if least <= room:
+        return ""
+    return (
+        f"no pass was tried, because none can make the step fit: at least {bytes_text(least)} are live at once, on a "
+        f"device with {bytes_text(room)}"
+    )
 
 
 def _check_costs(each_pass: Pass[Any], roles: tuple[RankGraph, ...], costs: Costs) -> None:

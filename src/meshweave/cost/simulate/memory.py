@@ -12,10 +12,10 @@ from torch import fx
 
 from meshweave.cost.simulate.clock import Times
 from meshweave.cost.simulate.result import LiveTensor
-from meshweave.cost.simulate.storage_intervals import Key, Ledger, Life, LifetimeRules
+from meshweave.cost.simulate.storage_intervals import IN_PLACE, Key, Ledger, Life, LifetimeRules
 from meshweave.cost.simulate.tasks import RoleTasks, Tasks
-from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER
-from meshweave.ir.graph import origin_of
+from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER, STARTS, WAIT
+from meshweave.ir.graph import PARTS, origin_of
 from meshweave.ir.liveness import live_bytes
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Values
@@ -58,6 +58,31 @@ def memory_of(tasks: Tasks, index: int, times: Times, holding: LifetimeRules) ->
     reserved = reserved_bytes(_allocations(lives))
     curve = tuple(zip(moments, levels, strict=True))
     return MemoryUse(curve, peak, curve[at][0] if curve else 0.0, reserved, lasting, shown)
+
+
+def least_bytes(role: RoleTasks) -> int:
+    """Bytes that the first device of a role holds at once in any order of the step that keeps kernels in their part:
+    inputs, and what kernels of one part compute and kernels of a later part read. A lower bound of `memory_of`.
+
+    Results of communications do not count, because they may be requested again, nor do sums of gradients and new values
+    of inputs, which may be in place."""
+    values, graph = role.local.values, role.role.graph
+    sizes = {x.storage: x.storage_bytes for results in values.values() for x in results}
+
+    def storages(nodes: Iterable[fx.Node]) -> set[int]:
+        return {x.storage for n in nodes for x in values.get(n, ())}
+
+    inputs = storages(node for node, item in role.role.sources.items() if item.kind != "acc")
+    received = storages(n for n in graph.nodes if n.target in STARTS or n.target is WAIT)
+    in_place = storages(node for (kind, _), node in role.role.results.items() if kind in IN_PLACE)
+    parts = [(PARTS[origin_of(kernel.node).phase], kernel) for kernel in role.kernels]
+    least = 0
+    for later in (PARTS["backward"], PARTS["update"]):
+        written = storages(n for part, kernel in parts if part < later for n in kernel.writes)
+        read = storages(n for part, kernel in parts if part >= later for n in kernel.reads)
+        live = ((written - received - in_place) | inputs) & read
+        least = max(least, sum(sizes[storage] for storage in live))
+    return least
 
 
 def _allocations(lives: Sequence[Life]) -> Iterator[tuple[int, int, str]]:

@@ -14,7 +14,7 @@ from meshweave.cost.simulate.classify import known_kind, priced_by_bytes
 from meshweave.cost.simulate.clock import Slowdown, Times, Work, play
 from meshweave.cost.simulate.exposure import Exposure, exposure_of
 from meshweave.cost.simulate.kernels import Fusion, Kernel
-from meshweave.cost.simulate.memory import MemoryUse, bytes_by_kind, memory_of
+from meshweave.cost.simulate.memory import MemoryUse, bytes_by_kind, least_bytes, memory_of
 from meshweave.cost.simulate.pipelines import FORWARD, Pipeline
 from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.cost.simulate.storage_intervals import LifetimeRules
@@ -82,6 +82,12 @@ def seconds_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microba
     """What `simulate_roles` says of seconds alone, for searches."""
     profile.check_mesh(roles[0].mesh)
     return seconds_of_tasks(lower_tasks(roles, profile, default_fusion(profile), microbatches), profile)
+
+
+def least_bytes_of_step(roles: Sequence[RankGraph], profile: MachineProfile) -> int:
+    """A lower bound of the peak that `simulate_roles` finds with the default fusion for these roles, and for what the
+    default passes make of them."""
+    return max(map(least_bytes, lower_tasks(roles, profile, default_fusion(profile)).roles))
 
 
 def seconds_of_tasks(tasks: Tasks, profile: MachineProfile) -> StepSeconds:

@@ -17,7 +17,7 @@ from meshweave.ir.traits import PRODUCTS
 
 Key = tuple[int, int]  # storage, microbatch that allocated it (-1: before the step)
 
-_IN_PLACE = ("param", "state", "buffer", "acc")
+IN_PLACE = ("param", "state", "buffer", "acc")  # kinds of inputs that an output of the same name replaces
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class Ledger:
                 kind, end = ("grad", 0.0) if item.kind == "acc" else (item.kind, inf)  # sums live to their last use
                 self.lives[x.storage, -1] = Life(node, x.storage_bytes, kind, 0.0, end)
                 new_value = returned.get((item.kind, item.name))
-                if new_value is not None and item.kind in _IN_PLACE:
+                if new_value is not None and item.kind in IN_PLACE:
                     for new in self.of_role.local.values[new_value]:
                         self.replaced[new.storage] = x.storage
                         if item.kind == "acc":
