@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshweave as mw
 from meshweave.interop.pytree import tree_map, tree_map_only
-from meshweave.runtime import recorded, session
+from meshweave.runtime import batched_updates, recorded, session
 from meshweave.runtime.cuda_graphs import CudaGraphs, Place, RecordingFailed
 
 
@@ -397,6 +397,7 @@ def test_language_models_train_by_cuda_graphs(family: str, dtype: torch.dtype, m
 def job(pipe: Any, mesh: str) -> dict[str, Any]:
     """Losses with recordings and without, and the values that both have trained; and how many communications have
     read operands that stayed as they were until the wait, or changed before it."""
+    batched_updates.LARGEST = 0
     fake, plain = FakeGraphs(), session.Session._recorder
     counts, flying = Counter[str](), dict[int, tuple[Tensor, Tensor]]()
     prepare = recorded.RecordedPasses.__post_init__

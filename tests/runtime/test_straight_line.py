@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,13 +37,14 @@ def test_operands_may_be_slots_numbers_lists_and_anything_else() -> None:
         task(note, (Slot(0), 2, 1.5, nan, None, True, "text'"), 1),
         task(note, ([Slot(1), [Slot(0), 3]], (Slot(1),)), 2, (0, 1), dtype=torch.float64, other=Slot(0)),
     ]
+    tasks[1] = replace(tasks[1], is_renewal=True)
     env: Env = ["first", None, None]
     finished: list[tuple[int, Task]] = []
     straight_line(tasks, 0, never)(env, lambda i, done: finished.append((i, done)))
     assert seen[0] == (("first", 2, 1.5, nan, None, True, "text'"), {})
     assert seen[1] == ((["result", ["first", 3]], ["result"]), {"dtype": torch.float64, "other": "first"})
     assert env == [None, None, "result"]
-    assert finished == [(0, tasks[0]), (0, tasks[1])]
+    assert finished == [(0, tasks[1])]
 
 
 def test_an_error_names_the_task_that_fails() -> None:

@@ -23,12 +23,18 @@ from meshweave.ir.graph import Input, Origin, Spec, op_name
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS, RankGraph
+from meshweave.runtime import batched_updates
 from meshweave.runtime.cluster import shutdown
 from meshweave.runtime.executor import Task
 from meshweave.runtime.measured import measured
 from meshweave.runtime.tracing import Change, DeviceTrace, Event, HostClock, Recorder
 
 MESHES = ["", "dp=2", "tp=2", "fsdp=2,tp=2", "pp=2"]
+
+
+@pytest.fixture(autouse=True)
+def each_op_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched_updates, "LARGEST", 0)
 
 
 class Layers(nn.Module):
@@ -268,6 +274,7 @@ def test_a_wait_exposes_what_its_channel_does() -> None:
 
 
 def job_traced(pipe: Connection, mesh: str) -> dict[str, Any]:
+    batched_updates.LARGEST = 0
     step, data = compiled(mesh)
     found = traced(step, data[1])
     after = step(data[2])

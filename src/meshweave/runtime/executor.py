@@ -49,7 +49,7 @@ class Task:
 
     A task of several nodes (`fused`, of which `node` is the first) has its operands in the slots `args`, and releases
     those in `frees` before it begins: the function frees each after its last use. A start that `owns_operand` may write
-    into its operand.
+    into its operand. A task that `is_renewal` has new parameters or optimizer state among its results.
     """
 
     node: fx.Node
@@ -63,6 +63,7 @@ class Task:
     is_wait: bool = False
     fused: Fused | None = None
     owns_operand: bool = False
+    is_renewal: bool = False
 
     @property
     def out(self) -> int:
@@ -125,6 +126,7 @@ def compile_tasks(
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
     lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept
+    renewals = {n for (kind, _), n in zip(graph.outputs, results, strict=True) if kind in ("param", "state")}
     buckets, sums = _buckets(graph), _sums(graph)
     frees: dict[Step, list[int]] = {}
     for used, step in last.items():
@@ -138,7 +140,8 @@ def compile_tasks(
     def task(step: Step) -> Task:
         if isinstance(step, Fused):
             args, outs = tuple(slot[n] for n in step.inputs), tuple(slot[n] for n in step.outputs)
-            return Task(step.nodes[0], step.function, args, {}, outs, freed(step, step.outputs), False, fused=step)
+            frees, renews = freed(step, step.outputs), not renewals.isdisjoint(step.outputs)
+            return Task(step.nodes[0], step.function, args, {}, outs, frees, False, fused=step, is_renewal=renews)
         args, kwargs = map_nodes(step, lambda n: Slot(slot[n]))
         if step.target in FACTORIES and device.type != "cpu":
             kwargs = {**kwargs, "device": device}
@@ -146,9 +149,8 @@ def compile_tasks(
         function: Any = torch.Tensor.add_ if step in sums else KERNELS.get(step.target, step.target)
         kind = (step.target in STARTS, step.target is WAIT)
         owns = kind[0] and step.args[0] in buckets
-        return Task(
-            step, function, args, kwargs, (slot[step],), freed(step, (step,)), is_flat, *kind, owns_operand=owns
-        )
+        out, frees = (slot[step],), freed(step, (step,))
+        return Task(step, function, args, kwargs, out, frees, is_flat, *kind, None, owns, step in renewals)
 
     tasks = tuple(tuple(task(step) for step in part) for part in steps)
     inputs = tuple(slot[n] for n in sources)
@@ -255,8 +257,8 @@ def report_value(meter: Meter, task: Task, env: Env, index: int) -> None:
 
 
 def finish(task: Task, env: Env, index: int, meter: Meter | None, after: After | None, compiled: Compiled) -> None:
-    """Report that a task's result is available, and release dead values."""
-    if after is not None:
+    """Report that a task's new parameters or optimizer state are available, and release dead values."""
+    if after is not None and task.is_renewal:
         after(index, task)
     for slot in task.frees:
         env[slot] = None

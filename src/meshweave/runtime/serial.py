@@ -91,8 +91,8 @@ class SerialExecutor:
     def run(self, part: int, after: After | None = None) -> None:
         """Run a part to its end on all local devices.
 
-        `after(i, task)` is called when the result of a task is available on local device i. Raises StepError when a
-        task fails."""
+        `after(i, task)` is called when new parameters or optimizer state are available on local device i. Raises
+        StepError when a task fails."""
         env, recorder = self._env, self._recorder
         if self._passes is not None and self._is_recorded:
             self._passes.run(part, env, after)

@@ -28,6 +28,7 @@ from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
 from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.rank import RankGraph
+from meshweave.runtime.batched_updates import batched_updates
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.cluster import on_any
 from meshweave.runtime.cuda_graphs import CudaGraphs
@@ -324,7 +325,10 @@ class Session:
         return self.graphs if can_be_recorded(self.ranks[0]) else None
 
     def _build(self, meter: Meter | None, fuse: Fuser | None = None) -> None:
-        """The tasks of each local device, and their executor."""
+        """The tasks of each local device, and their executor. Unless `fuse` says what runs together, small updates do
+        on processors."""
+        if fuse is None and self.world.device.type == "cpu":
+            fuse = batched_updates
         self.ranks, early = self._compiled(fuse)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
         graphs = self._recorder(fuse is not None)

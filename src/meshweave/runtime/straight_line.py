@@ -18,8 +18,9 @@ Run = Callable[[Env, After | None], None]
 
 
 def straight_line(tasks: Sequence[Task], device: int, others: Callable[[Task, Env], None]) -> Run:
-    """A function that runs tasks on an environment of a device, and calls `after(0, task)` after each, if there is an
-    `after`. `others(task, env)` runs a communication or a task of several nodes.
+    """A function that runs tasks on an environment of a device, and calls `after(0, task)` after each that renews
+    parameters or optimizer state, if there is an `after`. `others(task, env)` runs a communication or a task of several
+    nodes.
 
     The function raises StepError with the op and source line of the task that fails."""
     names: dict[str, Any] = {"others": others}
@@ -36,7 +37,8 @@ def straight_line(tasks: Sequence[Task], device: int, others: Callable[[Task, En
         else:
             names[f"f{i}"] = task.function
             emit(f"e[{task.out}] = f{i}({_arguments(task.args, task.kwargs, names)})", task)
-        emit(f"if after: after(0, t{i})", task)
+        if task.is_renewal:
+            emit(f"if after: after(0, t{i})", task)
         if task.frees:
             emit("".join(f"e[{slot}] = " for slot in task.frees) + "None", task)
     lines.append("    return None")
