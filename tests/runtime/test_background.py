@@ -25,10 +25,9 @@ class Work:
             raise RuntimeError(self.error)
 
 
-@pytest.mark.parametrize("num_bytes", [0, INLINE_BYTES + 1])
-def test_no_message_stands_behind_another(num_bytes: int) -> None:
+def test_no_message_stands_behind_another() -> None:
     background, works = Background(), [Work() for _ in range(12)]
-    jobs = [background.add(lambda work=work: [work], num_bytes) for work in works]
+    jobs = [background.add(lambda work=work: [work], INLINE_BYTES + 1) for work in works]
     for work, job in reversed(list(zip(works, jobs, strict=True))):
         assert not job.is_completed()
         work.done.set()
@@ -66,10 +65,33 @@ def test_what_goes_wrong_is_raised_by_the_wait() -> None:
         background.add(broken, 0)
     with pytest.raises(RuntimeError, match="no route"):
         background.add(broken, INLINE_BYTES + 1).wait()
-    job = background.add(lambda: [failing], 0)
+    job = background.add(lambda: [failing], INLINE_BYTES + 1)
     with pytest.raises(RuntimeError, match="not done before the timeout"):
         job.wait(timedelta(seconds=0.01))
     failing.done.set()
     with pytest.raises(RuntimeError, match="reset by peer"):
         job.wait(timedelta(seconds=5))
     assert job.get_future().wait() is None
+
+
+def test_small_messages_are_waited_for_without_a_thread() -> None:
+    background, works = Background(), [Work(), Work("reset by peer")]
+    jobs = [background.add(lambda work=work: [work], 0) for work in works]
+    assert not any(job.is_completed() for job in jobs)
+    for work in works:
+        work.done.set()
+    jobs[0].wait(timedelta(seconds=5))
+    assert jobs[0].is_completed()
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        jobs[1].wait(timedelta(seconds=5))
+
+
+def test_a_future_of_small_messages_completes_without_a_wait() -> None:
+    background, work = Background(), Work()
+    job = background.add(lambda: [work], 0)
+    future = job.get_future()
+    assert not future.done()
+    work.done.set()
+    future.wait()
+    job.wait(timedelta(seconds=5))
+    assert job.is_completed()

@@ -31,9 +31,7 @@ class Batch:
     def of(batch: Any) -> Batch:
         """Flatten a dict, tuple, list or dataclass, or a nest of them."""
         whole = dict(batch) if isinstance(batch, Mapping) else batch
-        plain = _fields_as_dicts(whole)
-        leaves, tree = pytree.tree_flatten_with_path(plain, is_leaf=lambda part: not _holds_tensor(part))
-        values = {_path_name(path): _as_tensor(leaf) for path, leaf in leaves}
+        values, join = _flat(whole) if _is_flat(whole) else _nested(whole)
         tensors = {name: leaf for name, leaf in values.items() if isinstance(leaf, Tensor)}
         if not tensors:
             raise CaptureError(
@@ -50,8 +48,6 @@ class Batch:
                 "x.to_dense() of a sparse tensor",
             )
         rest = {name: leaf for name, leaf in values.items() if name not in tensors}
-        order = tuple(values)
-        join = lambda new: _fields_as_dataclasses(whole, pytree.tree_unflatten([new[name] for name in order], tree))  # noqa: E731
         return Batch(tuple(tensors), tuple(tensors.values()), rest, join)
 
     @property
@@ -91,6 +87,28 @@ class Batch:
     def micros(self, parts: int) -> list[Any]:
         """The microbatches, each with the structure of the batch."""
         return [self.rebuild(tensors) for tensors in self.split(parts)]
+
+
+_LEAVES = frozenset({Tensor, bool, int, float, str, type(None)})
+Join = Callable[[Mapping[str, Any]], Any]
+
+
+def _is_flat(whole: Any) -> bool:
+    return type(whole) is dict and all(type(value) in _LEAVES for value in whole.values())
+
+
+def _flat(whole: Mapping[Any, Any]) -> tuple[dict[str, Any], Join]:
+    """What `_nested` returns, for a dict without containers: without a walk that takes longer than many small ops."""
+    return {str(key): value for key, value in whole.items()}, lambda new: {key: new[str(key)] for key in whole}
+
+
+def _nested(whole: Any) -> tuple[dict[str, Any], Join]:
+    """The leaves of a nest by name, with arrays as tensors, and how to rebuild it from others."""
+    plain = _fields_as_dicts(whole)
+    leaves, tree = pytree.tree_flatten_with_path(plain, is_leaf=lambda part: not _holds_tensor(part))
+    values = {_path_name(path): _as_tensor(leaf) for path, leaf in leaves}
+    order = tuple(values)
+    return values, lambda new: _fields_as_dataclasses(whole, pytree.tree_unflatten([new[n] for n in order], tree))
 
 
 def is_number(value: Any, kind: type) -> bool:

@@ -18,21 +18,20 @@ INLINE_BYTES = 64 << 10
 
 
 class Background:
-    """Threads that start Gloo sends and receives and wait for them, a thread per pending transfer, so that none queues
-    behind another. A timed-out wait for a send or receive closes its connection (torch 2.13,
+    """Threads that start large Gloo sends and receives and wait for them, a thread per pending transfer, so that none
+    queues behind another. A timed-out wait for a send or receive closes its connection (torch 2.13,
     gloo/transport/tcp/unbound_buffer.cc), so it cannot be watched like a collective."""
 
     def __init__(self) -> None:
         self._pool = _IdleThreads()
         finalize(self, self._pool.close)
 
-    def add(self, post: Callable[[], Sequence[Any]], num_bytes: int) -> Job:
-        """Start what `post` starts, which sends so many bytes. Returns a work whose wait takes a timeout. Small
-        messages are sent at once: their errors are raised here, other errors by the wait."""
+    def add(self, post: Callable[[], Sequence[Any]], num_bytes: int) -> Job | Posted:
+        """Start what `post` starts, which sends so many bytes. Returns a work to wait for. Small messages are sent at
+        once: their errors are raised here, other errors by the wait."""
         if num_bytes > INLINE_BYTES:
             return self.run(lambda: wait_all(post()))
-        works = tuple(post())
-        return self.run(lambda: wait_all(works))
+        return Posted(tuple(post()), self)
 
     def run(self, job: Callable[[], None]) -> Job:
         """Run a job, which may wait for messages, on its own thread."""
@@ -109,6 +108,39 @@ class Job:
             raise RuntimeError("a transfer is not done before the timeout")
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
+
+
+class Posted:
+    """Small messages that were started by their caller, who waits for them without a thread: to hand a wait over and
+    back costs 0.2 ms of a processor. The wait has no timeout; breaking the connections ends it."""
+
+    def __init__(self, works: Sequence[Any], background: Background) -> None:
+        self._works, self._background = works, background
+        self._job: Job | None = None
+        self._error: RuntimeError | None = None
+
+    def get_future(self) -> torch.futures.Future[None]:
+        """A future that completes with the messages, for which a thread waits from now on."""
+        if self._job is None:
+            self._job = self._background.run(lambda: wait_all(self._works))
+        return self._job.get_future()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Raises RuntimeError with the error of a message."""
+        if self._job is not None:
+            self._job.wait()
+            return
+        works, self._works = self._works, ()
+        try:
+            wait_all(works)
+        except RuntimeError as error:
+            self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether a wait has ended."""
+        return not self._works if self._job is None else self._job.is_completed()
 
 
 def wait_all(works: Sequence[Any]) -> None:

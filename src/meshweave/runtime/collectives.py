@@ -23,7 +23,7 @@ from meshweave.ir.collectives import (
     reduce_in_order,
     rows_of,
 )
-from meshweave.runtime.background import Job
+from meshweave.runtime.background import Job, Posted
 from meshweave.runtime.messages import Message, Messages, bytes_of
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -59,7 +59,7 @@ class Group:
 
     def begin(
         self, received: Sequence[Message], sent: Sequence[Message], beside: Callable[[], object] = lambda: None
-    ) -> tuple[Job, ...]:
+    ) -> tuple[Job | Posted, ...]:
         """`Messages.begin`, with members of the flattened axes instead of ranks of the process group."""
         assert self.messages is not None
         came, went = ([(self.order[i], x) for i, x in pairs] for pairs in (received, sent))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.runtime.background import Background, Job
+from meshweave.runtime.background import Background, Job, Posted
 
 NUM_TAGS = 1 << 16  # message numbers wrap around; far fewer are in flight at once
 Message = tuple[int, Tensor]  # to or from a rank of the process group; contiguous
@@ -48,7 +48,7 @@ class Messages:
 
     def begin(
         self, received: Sequence[Message], sent: Sequence[Message], beside: Callable[[], object] = lambda: None
-    ) -> tuple[Job, ...]:
+    ) -> tuple[Job | Posted, ...]:
         """Start the messages of a communication with `post`, on a thread if they are large. `beside` runs on the same
         thread, once all are started. Returns a work to wait for."""
         tag = self.tag()

@@ -83,6 +83,7 @@ class ClusterCommunicator:
     # Starts of the program in this call, in order, with the bytes of their operands; with None where it waits for them.
     log: list[tuple[fx.Node, int | None]] = field(default_factory=list)
     open: set[Pending] = field(default_factory=set)
+    is_waiting: bool = False  # for messages of others
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _process_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _messages: dict[dist.ProcessGroup, Messages] = field(default_factory=dict)
@@ -325,11 +326,12 @@ class ClusterCommunicator:
         return self.stream is not None and seconds > _OVERDUE * TIMEOUT.total_seconds() and not self.stream.query()
 
     def abort(self) -> None:
-        """After a failure: release a rank that waits for a GPU. On Gloo abort() releases no rank (torch 2.13); `check`
-        does."""
+        """After a failure: release a rank that waits. On Gloo abort() releases no rank (torch 2.13)."""
         if self.is_native:
             for group in (*self._process_groups.values(), default_group()):
                 group.abort()
+        elif self.is_waiting:
+            self._break_connections(True)
 
     def destroy_groups(self) -> None:
         """Destroy the process groups, when nothing uses them any more. All ranks of the world call it together."""
@@ -345,10 +347,15 @@ class ClusterCommunicator:
         slow rank does not send, and a thread that is waiting then aborts the process."""
         if self.is_native:
             return
-        for group in (*self._process_groups.values(), *([default_group()] if is_end and dist.is_initialized() else [])):
-            break_connections(group)
+        self._break_connections(is_end)
         self.open.clear()
         self._background.join(_RELEASED)
+
+    def _break_connections(self, of_default: bool) -> None:
+        """Break those of every group of this world, and of the default group."""
+        is_there = of_default and dist.is_initialized()
+        for group in (*self._process_groups.values(), *([default_group()] if is_there else [])):
+            break_connections(group)
 
     def _begin(self, begin: Callable[[], Pending]) -> Pending:
         try:
@@ -383,14 +390,19 @@ class ClusterCommunicator:
         try:
             if self.is_native:
                 work.wait()  # orders the streams and returns
-            else:
-                _await(work, self.check)
+                return
+            self.is_waiting = True  # before the check: a failure that it does not see ends the wait by `abort`
+            self.check()
+            _await(work, self.check)
         except RuntimeError as error:
             raise ConnectionLost("a communication was interrupted", got=str(error)) from error
+        finally:
+            self.is_waiting = False
 
 
 def _await(work: Any, check: Callable[[], None]) -> None:
-    """Wait for a Gloo work (or an object with the same `wait`), calling `check` (which may raise) every POLL seconds.
+    """Wait for a Gloo work (or an object with the same `wait`), calling `check` (which may raise) every POLL seconds,
+    if its wait has a timeout.
 
     It costs nothing while the work runs, because `wait` with a timeout sleeps on the work's own condition variable.
     """
