@@ -69,15 +69,13 @@ mul_scalar: float32[4,2] = aten.mul.Scalar(pow_tensor_scalar_1, 2.0)
 mul_tensor: float32[4,2] = aten.mul.Tensor(div_scalar, mul_scalar)
 permute_default_1: float32[2,4] = aten.permute(mul_tensor, [1, 0])
 mm_default_1: float32[2,3] = aten.mm(permute_default_1, batch_input)
-permute_default_2: float32[3,2] = aten.permute(mm_default_1, [1, 0])
 sum_dim_int_list_1: float32[1,2] = aten.sum.dim_IntList(mul_tensor, [0], True)
 view_default: float32[2] = aten.view(sum_dim_int_list_1, [2])
-permute_default_3: float32[2,3] = aten.permute(permute_default_2, [1, 0])
-mul_tensor_1: float32[2,3] = aten.mul.Tensor(permute_default_3, scalar_update0_0)
+mul_tensor_1: float32[2,3] = aten.mul.Tensor(mm_default_1, scalar_update0_0)
 add_tensor_1: float32[2,3] = aten.add.Tensor(weight, mul_tensor_1)
 mul_tensor_2: float32[2] = aten.mul.Tensor(view_default, scalar_update0_0)
 add_tensor_2: float32[2] = aten.add.Tensor(bias, mul_tensor_2)
-return [div_tensor, permute_default_3, view_default, add_tensor_1, add_tensor_2]
+return [div_tensor, mm_default_1, view_default, add_tensor_1, add_tensor_2]
 """
 PLAIN_SGD = partial(torch.optim.SGD, lr=0.1)
 

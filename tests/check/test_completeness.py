@@ -94,7 +94,7 @@ def test_a_report_of_known_counts() -> None:
     """Two devices, data parallel: the sum of four gradients, the loss, and nothing else to move."""
     made = program("dp=2")
     assert check_complete(made.placed, made.roles) == Completeness(
-        num_roles=1, num_devices=2, num_values=76, num_communications=5, num_steps=10, num_twins=0
+        num_roles=1, num_devices=2, num_values=70, num_communications=5, num_steps=10, num_twins=0
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from meshweave.interop.ops import aten_ops
 from meshweave.ir.graph import Input, Origin, Spec, Specs, StepGraph, map_nodes, origin_of, returned_values, spec_of
-from meshweave.ir.traits import IDENTITIES
+from meshweave.ir.traits import IDENTITIES, is_random
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ class Normalizer:
         self.own: dict[tuple[str, str], fx.Node] = {}  # input -> its placeholder
         self.origin = Origin("forward")
         self.lifted: dict[str, fx.Node] = {}
-        self.scalars: dict[Any, fx.Node] = {}  # 0-dim values, once per phase
+        self.computed: dict[Any, fx.Node] = {}  # scalars once per phase, masks and indices once per module
 
     def run(self, old: fx.Graph, outputs: tuple[tuple[str, str], ...], update: WriteUpdate) -> StepGraph:
         sources = [n for n in old.nodes if n.op == "placeholder"]
@@ -94,14 +94,16 @@ class Normalizer:
         return self.emit(target, args, _without_memory(kwargs), specs)
 
     def emit(self, target: Any, args: Any, kwargs: Any, spec: Any) -> fx.Node:
-        scalar = isinstance(spec, Spec) and not spec.shape
-        key = (target, str(args), str(kwargs), spec, self.origin.phase) if scalar else None
-        if key in self.scalars:
-            return self.scalars[key]
+        key = None
+        if isinstance(spec, Spec) and _is_computed_once(target, spec):
+            module = self.origin.module if spec.shape else ""  # another may be on other devices
+            key = (target, str(args), str(kwargs), spec, self.origin.phase, module)
+        if key in self.computed:
+            return self.computed[key]
         node = self.graph.call_function(target, tuple(args), dict(kwargs))
         node.meta["spec"], node.meta["origin"] = spec, self.origin
         if key is not None:
-            self.scalars[key] = node
+            self.computed[key] = node
         return node
 
     def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
@@ -109,6 +111,13 @@ class Normalizer:
         if old.shape == tuple(shape):
             return x
         return self.emit(aten.view.default, (x, list(shape)), {}, Spec(tuple(shape), old.dtype))
+
+
+def _is_computed_once(target: Any, spec: Spec) -> bool:
+    """Whether equal calls are a single node: of scalars, masks and indices, which are small beside what is trained."""
+    if is_random(target):
+        return False
+    return not spec.shape or not (spec.dtype.is_floating_point or spec.dtype.is_complex)
 
 
 def _without_memory(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,6 +135,9 @@ def _identifier(item: Input) -> str:
 
 def _permute(r: Normalizer, spec: Spec, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     order = [d % len(dims) for d in dims]
+    if x.target is aten.permute.default:  # autograd transposes a weight twice
+        base, inner = cast(tuple[fx.Node, list[int]], x.args)
+        x, order = base, [inner[d] for d in order]
     if order == sorted(order):
         return x
     return r.emit(aten.permute.default, (x, order), {}, spec)
