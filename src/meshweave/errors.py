@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import traceback
+from collections.abc import Iterable
 
 # Packages whose frames are not a caller's: what they raise, called by meshweave, is a fault of meshweave.
 _LIBRARIES = sys.stdlib_module_names | {"meshweave", "torch", "numpy", "sympy"}
@@ -27,6 +29,13 @@ class MeshweaveError(Exception):
 
 def _rebuild(kind: type[MeshweaveError], what: str, where: str, got: str, expected: str, hint: str) -> MeshweaveError:
     return kind(what, where=where, got=got, expected=expected, hint=hint)
+
+
+def near_miss(got: str, names: Iterable[str]) -> str:
+    """The names most similar to `got`, best first and joined by commas; the first few if none is similar."""
+    known = list(names)
+    suggestions = difflib.get_close_matches(got, known, 3, 0.5) or known[:5]
+    return ", ".join(suggestions)
 
 
 class MeshError(MeshweaveError):

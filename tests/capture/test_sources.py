@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from meshweave.capture.batch import call_model
-from meshweave.capture.sources import load_source, text_windows
+from meshweave.capture.hugging_face import text_windows
+from meshweave.capture.sources import load_source
 from meshweave.errors import MeshweaveError
 
 GOOD = """

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from meshweave.capture.sources import near_miss
-from meshweave.errors import PlanError
+from meshweave.errors import PlanError, near_miss
 from meshweave.ir.mesh import Mesh
 from meshweave.place.plans import Entry, Plan
 
