@@ -179,8 +179,43 @@ def test_meshes_are_compared_on_one_batch_and_what_is_assumed_is_said() -> None:
     meshes = ("--mesh", "fsdp=8", "--mesh", "fsdp=2,tp=4")
     result = run("simulate", MODEL, *meshes, "--passes", "none")
     assert result.exit_code == 0, result.output
-    assumed = "assumed: global batch input_ids [8, 2048], labels [8, 2048]; bfloat16 compute, float32 parameters; adamw"
+    assumed = "; global batch input_ids [8, 2048], labels [8, 2048]; bfloat16 compute, float32 parameters; adamw"
     assert result.output.count("assumed: ") == 1
     assert assumed in result.output.replace("\n", " ")
     stated = run("simulate", MODEL, *meshes, "--passes", "none", "--seq", "32", "--local-batch", "3")
     assert "input_ids [24, 32]" in stated.output.replace("\n", " ")
+
+
+def test_the_table_comes_first_and_details_only_when_asked(net: str) -> None:
+    meshes = ("--mesh", "fsdp=8", "--mesh", "fsdp=4,tp=2")
+    short = run("simulate", net, *meshes)
+    assert short.output.splitlines()[0].split()[:3] == ["mesh", "plan", "step"]
+    assert "no order is below" not in short.output
+    assert "capture" not in short.output
+    long = run("simulate", net, *meshes, "--verbose").output
+    assert "fsdp=8: capture ..." in long
+    assert "no order is below" in long
+
+
+def test_a_named_model_is_simulated_and_titles_its_page(tmp_path: Path) -> None:
+    page = tmp_path / "step.html"
+    model = "qwen3-0.6b?num_hidden_layers=1"
+    result = run("simulate", model, "--mesh", "fsdp=8", "--seq", "64", "--passes", "none", "--report", str(page))
+    assert result.exit_code == 0, result.output
+    assert "171.3 M parameters (num_hidden_layers=1)" in result.output.replace("\n", " ")
+    assert "<title>qwen3-0.6b on fsdp=8 - meshweave</title>" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("simulate mixtral", "mixtral-8x7b mixtral-8x22b"),
+        ("simulate gpt2 --profile h", "h100 h100-500w h200"),
+        ("simulate gpt2 --mesh fsdp=8,t", "fsdp=8,tp="),
+    ],
+)
+def test_shells_complete_names(words: str, completed: str) -> None:
+    variables = {"_MESHWEAVE_COMPLETE": "complete_bash", "COMP_WORDS": f"meshweave {words}"}
+    cword = str(len(words.split()))
+    result = CliRunner().invoke(app, [], prog_name="meshweave", env={**variables, "COMP_CWORD": cword})
+    assert result.output.split() == completed.split()

@@ -157,7 +157,7 @@ def test_meta_allocates_nothing():
         ("hf:llama?hidden_size=65", r"LlamaConfig refuses these values[\s\S]*65"),
         ("hf:llama?hidden_size", r"not a query[\s\S]*field=value"),
         ("hf:gemma3", r"composed of several models[\s\S]*gemma3_text"),
-        ("llama", r"neither a file nor a Hugging Face type"),
+        ("llama", r"neither a file nor the name of a model"),
     ],
 )
 def test_bad_models(text, message):

@@ -1,5 +1,5 @@
-"""Models of transformers with random weights, and batches for them: of a type with small sizes (`hf:llama`), of a name with
-its published sizes (`llama3-8b`), of a configuration in a folder or a repository.
+"""Models of transformers with random weights, and batches for them: of a type with small sizes (`hf:llama`), of a name
+with its published sizes (`llama3-8b`), of a configuration in a folder or a repository.
 
 No weights are downloaded: a model is created from its configuration.
 """
@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -188,25 +188,43 @@ def is_configuration(text: str) -> bool:
 
 def _published(text: str, target: str, overrides: Mapping[str, Any]) -> Any:
     """The configuration of a name, a folder or a repository, with other values of some fields; None for a type."""
-    auto_config, named = _transformers().AutoConfig, named_models().get(target)
+    auto_config, named = _transformers().AutoConfig, named_models().get(text.partition("?")[0])
     if named is not None:
         plain = auto_config.for_model(named.model_type)
         fields = {key: _value(value) if isinstance(value, str) else value for key, value in named.fields.items()}
         return _configured(plain, {**fields, "use_cache": False, **_checked(plain, overrides, text)}, text)
     if "/" not in target and not Path(target).is_dir():
         return None
+    config = _read(text, target)
+    values = {key: value for key, value in config.to_dict().items() if key not in _OF_FILES}
+    return _configured(config, {**values, "use_cache": False, **_checked(config, overrides, text)}, text)
+
+
+def _read(text: str, target: str) -> Any:
+    """The configuration of a folder, or of a repository in transformers' cache, else on huggingface.co."""
+    read = partial(_transformers().AutoConfig.from_pretrained, target)
     try:
-        config = auto_config.from_pretrained(target)
+        try:
+            return read(local_files_only=True)
+        except OSError:
+            if Path(target).is_dir():
+                raise
+            return read()
     except (OSError, ValueError, KeyError) as error:
         raise MeshweaveError(
             f"no configuration of '{target}'",
             where=text,
             got=str(error).partition("\n")[0],
-            expected="a folder with a config.json, or a repository on huggingface.co that can be reached or is in the cache",
-            hint=f"without network, save its config.json in a folder and pass the folder; by name: {', '.join(named_models())}",
+            expected="a folder with a config.json, or a repository on huggingface.co that can be reached or is in the "
+            "cache",
+            hint=f"a folder with its config.json needs no network, nor does a name: {_nearest_names(target)}",
         ) from error
-    values = {key: value for key, value in config.to_dict().items() if key not in _OF_FILES}
-    return _configured(config, {**values, "use_cache": False, **_checked(config, overrides, text)}, text)
+
+
+def _nearest_names(repository: str) -> str:
+    """The name with the sizes of a repository, else names like it."""
+    same = [name for name, model in named_models().items() if model.source.lower() == repository.lower()]
+    return ", ".join(same) or near_miss(repository.rpartition("/")[2].lower(), named_models())
 
 
 def _plain(model_type: str) -> Any:
@@ -252,7 +270,9 @@ def _task_of(model_type: str, name: str | None, text: str) -> _ModelFamily:
             where=text,
             got=model_type,
             expected=near_miss(model_type, known),
-            hint="types are those of transformers' AutoConfig, such as llama, gpt2, bert, t5, vit, whisper; else write "
+            hint=f"write {model_type} without hf:"
+            if model_type in named_models()
+            else "types are those of transformers' AutoConfig, such as llama, gpt2, bert, t5, vit, whisper; else write "
             "a factory: file.py:factory",
         )
     return task

@@ -92,11 +92,11 @@ def _count(batch: Any) -> tuple[int, str]:
 def _from_file(text: str, batch: int | None, seq: int | None, seed: int, device: str) -> Source:
     path, colon, name = text.rpartition(":")
     if not colon or not path.endswith(".py"):
+        names = near_miss(text.partition("?")[0].lower(), named_models())
         raise MeshweaveError(
             "MODEL is neither a file nor the name of a model",
             got=text,
-            expected=f"{near_miss(text.partition('?')[0], named_models())}; file.py:factory; a folder with a config.json; "
-            "hf:MODEL_TYPE",
+            expected=f"{names}; file.py:factory; a folder with a config.json; hf:MODEL_TYPE",
             hint="for example llama3-8b, examples/mlp.py:factory or hf:llama?num_hidden_layers=2",
         )
     module = import_file(Path(path))

@@ -15,12 +15,11 @@ from meshweave.cli.simulate import SimulateCommandOptions, simulate
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="A communication compiler for distributed PyTorch training. MODEL is file.py:factory or "
-    "hf:MODEL_TYPE?num_hidden_layers=2&hidden_size=64.",
+    help="A communication compiler for distributed PyTorch training. MODEL is a name such as llama3-8b, "
+    "file.py:factory, a folder with a config.json, hf:ORG/NAME, or hf:MODEL_TYPE?num_hidden_layers=2&hidden_size=64.",
 )
 add_command(app, "run", RunCommandOptions, run)
 add_command(app, "check", CheckOptions, check)

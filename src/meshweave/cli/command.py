@@ -19,9 +19,9 @@ def option(default: Any = MISSING, help: str = "", **settings: Any) -> Any:
     return _field(default, {"kind": typer.Option, "help": help, **settings})
 
 
-def argument(metavar: str, help: str) -> Any:
+def argument(metavar: str, help: str, **settings: Any) -> Any:
     """A field that is a positional argument."""
-    return _field(MISSING, {"kind": typer.Argument, "metavar": metavar, "help": help})
+    return _field(MISSING, {"kind": typer.Argument, "metavar": metavar, "help": help, **settings})
 
 
 def _field(default: Any, settings: Mapping[str, Any]) -> Any:
@@ -37,6 +37,11 @@ class Options:
     json: bool = option(False, "one JSON object as the last line of stdout")
     debug: bool = option(False, "show the traceback of an error")
 
+    @property
+    def is_verbose(self) -> bool:
+        """Whether details are shown; commands that have some have an option for that."""
+        return False
+
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 Body = Callable[[Screen, OptionsT], int]
@@ -48,7 +53,7 @@ def add_command(app: typer.Typer, name: str, options: type[OptionsT], body: Body
 
     def command(**values: Any) -> None:
         chosen = options(**values)
-        guarded(Screen(name, chosen.json), chosen.debug, lambda screen: body(screen, chosen))
+        guarded(Screen(name, chosen.json, chosen.is_verbose), chosen.debug, lambda screen: body(screen, chosen))
 
     command.__doc__ = body.__doc__
     command.__signature__ = _signature(options)  # type: ignore[attr-defined]

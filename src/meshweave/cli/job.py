@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,6 +13,8 @@ from torch import nn
 
 from meshweave.build import Target, build_program
 from meshweave.capture.batch import shapes_text
+from meshweave.capture.hugging_face import is_configuration
+from meshweave.capture.named_models import named_models
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.sources import Source, load_source
 from meshweave.capture.step import CaptureOptions, Precision, StepSource
@@ -33,6 +36,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
 ParamDtype = Literal["bfloat16", "float16", "float32"]
 
+_AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep")  # with a usual meaning
 # By name: how an optimizer is made, and its learning rate.
 _OPTIMIZERS: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = {
     "sgd": (lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9), 1e-2),
@@ -41,11 +45,39 @@ _OPTIMIZERS: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], float]] = 
 }
 
 
+def _models_like(incomplete: str) -> list[str]:
+    """Names of models, for shell completion."""
+    return [name for name in named_models() if name.startswith(incomplete)]
+
+
+def _profiles_like(incomplete: str) -> list[str]:
+    return [name for name in profile_names() if name.startswith(incomplete)]
+
+
+def _count_text(number: int) -> str:
+    """A large number in four digits: 8.030 B, 124.4 M."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:.4g} {unit}"
+    return f"{number:,}"
+
+
+def meshes_like(incomplete: str) -> list[str]:
+    """A mesh with its last axis completed."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{axis}=" for axis in _AXES if axis.startswith(last)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions(Options):
     """A training step of a MODEL, except its mesh and plan."""
 
-    model: str = argument("MODEL", "file.py:factory, or hf:MODEL_TYPE?field=value&...")
+    model: str = argument(
+        "MODEL",
+        "a name such as llama3-8b, hf:ORG/NAME, a folder with a config.json, hf:MODEL_TYPE (small), each with "
+        "?field=value&...; or file.py:factory",
+        autocompletion=_models_like,
+    )
     optimizer: OptimizerName = option("adamw", "sgd, adam or adamw")
     lr: float | None = option(None, "learning rate; by default the optimizer's", min=0)
     local_batch: int | None = option(None, "batch size per data-parallel device", min=1)
@@ -59,6 +91,16 @@ class StepOptions(Options):
     memory_cap: str = option("", "memory cap of a device, such as 40GB; implies the pass overlap")
     backend: BackendName = option("auto", "of the compute between communications: eager, inductor, background or auto")
     seed: int = option(0, "random seed of parameters, data and dropout")
+    verbose: bool = option(False, "also show stages and passes", flags=("--verbose", "-v"))
+
+    @property
+    def is_verbose(self) -> bool:
+        return self.verbose
+
+    @property
+    def model_name(self) -> str:
+        """MODEL without the fields that it changes."""
+        return self.model.partition("?")[0]
 
     @property
     def precision(self) -> Precision:
@@ -84,7 +126,7 @@ class StepOptions(Options):
         if self.batch is not None and self.local_batch is not None:
             raise MeshweaveError("--batch and --local-batch say the same thing", hint="leave one of them out")
         batch = self.batch
-        if self.local_batch is not None or (batch is None and self.model.startswith("hf:")):
+        if self.local_batch is not None or (batch is None and is_configuration(self.model)):
             batch = (self.local_batch or 2) * self.accumulate * data_parallel_size(mesh, plan)
         dtype = torch.float64 if self.dtype == "float64" else torch.float32
         return load_source(self.model, batch=batch, seq=self.seq, dtype=dtype, seed=self.seed, device=device)
@@ -98,7 +140,7 @@ class StepOptions(Options):
 class MeshStepOptions(StepOptions):
     """A step on a mesh: what run, check and plan share, and what every program is compiled from."""
 
-    mesh: str = option("", "named axes, such as dp=2,tp=2; empty for one device")
+    mesh: str = option("", "named axes, such as dp=2,tp=2; empty for one device", autocompletion=meshes_like)
     plan: str = option("", "scheme:axis+scheme:axis, or a TOML or JSON file of globs")
     profile: str = option("", "costs for choosing moves: a machine such as h100, its file, or alpha=s,axis=B/s")
 
@@ -110,7 +152,9 @@ class MachineOptions(StepOptions):
     seq: int | None = option(None, "tokens per sequence; by default the model's context, at most 8192", min=2)
     dtype: Dtype = option("bfloat16", "bfloat16 and float16 are autocast: parameters stay float32")
     passes: str = option("default", "passes over the step, such as none or overlap,split=2,recompute=full")
-    profile: str = option("h100", f"machine: {', '.join(profile_names())}, or a file (profile.toml)")
+    profile: str = option(
+        "h100", f"machine: {', '.join(profile_names())}, or a file (profile.toml)", autocompletion=_profiles_like
+    )
     scale: str = option("", "what-if factors of the machine: net_bandwidth=2,attention=cudnn")
     fusion: Fusion | None = option(None, "what runs as a single kernel; by default as the machine profile says")
 
@@ -127,7 +171,7 @@ class MachineOptions(StepOptions):
     def with_batch(self, meshes: Sequence[tuple[str, str]]) -> Self:
         """The same with a global batch for all meshes and plans: unless stated, of a Hugging Face model, one sequence
         for each data-parallel device and microbatch of the mesh that has most of them."""
-        if not self.model.startswith("hf:") or self.batch is not None or self.local_batch is not None:
+        if not is_configuration(self.model) or self.batch is not None or self.local_batch is not None:
             return self
         most = max(data_parallel_size(Mesh(mesh), parse_plan(plan)) for mesh, plan in meshes)
         return replace(self, batch=most * self.accumulate)
@@ -135,11 +179,14 @@ class MachineOptions(StepOptions):
     def assumptions(self, program: Program) -> str:
         """What a simulation assumes of the training, in a line."""
         batch = {item.name: item.spec.shape for item in program.captured.inputs if item.kind == "batch"}
+        num = sum(math.prod(item.spec.shape) for item in program.captured.inputs if item.kind == "param")
+        changed = self.model.partition("?")[2].replace("&", ", ")
+        model = f"{_count_text(num)} parameters{f' ({changed})' if changed else ''}"
         dtype = f"parameters in {self.param_dtype}" if self.param_dtype else f"{self.dtype} compute, float32 parameters"
         times = f" in each of {self.accumulate} microbatches" if self.accumulate > 1 else ""
         recompute = f", recompute {program.recompute}" if program.recompute != "none" else ""
         return (
-            f"assumed: global batch {shapes_text(batch.items())}{times}; {dtype}; {self.optimizer}; "
+            f"assumed: {model}; global batch {shapes_text(batch.items())}{times}; {dtype}; {self.optimizer}; "
             f"passes {self.passes}{recompute}"
         )
 
@@ -162,10 +209,10 @@ def compiled(
 
 
 def compiled_unrun(screen: Screen, job: MeshStepOptions) -> Program:
-    """The program of a job that will not run: an hf: model takes no memory."""
+    """The program of a job that will not run: a model of transformers takes no memory."""
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
-    source = job.load(mesh, plan, "meta" if job.model.startswith("hf:") else "cpu")
-    with screen.stages() as stage:
+    source = job.load(mesh, plan, "meta" if is_configuration(job.model) else "cpu")
+    with screen.stages(job.mesh or "one device") as stage:
         return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
 
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from meshweave import whatif
 from meshweave.cli.command import option
-from meshweave.cli.job import MachineOptions, MeshStepOptions, compiled_unrun
+from meshweave.cli.job import MachineOptions, MeshStepOptions, compiled_unrun, meshes_like
 from meshweave.cli.screen import Screen, attributes_of
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError
@@ -29,7 +29,7 @@ class PlanOptions(MeshStepOptions):
 
 
 def plan(screen: Screen, job: PlanOptions) -> int:
-    """Show every move of data in one step, without running it. An hf: model takes no memory."""
+    """Show every move of data in one step, without running it. A model of transformers takes no memory."""
     program = compiled_unrun(screen, job)
     rows: Sequence[MoveRow] = move_rows(program.placed, program.mesh, program.expanded, program.options.accumulate)
     screen.out.print(tables.moves_table(rows, show_all=job.show_all))
@@ -54,7 +54,7 @@ def plan(screen: Screen, job: PlanOptions) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainOptions(MachineOptions):
-    mesh: str = option("", "named axes")
+    mesh: str = option("", "named axes", autocompletion=meshes_like)
     plan: str = option("", "as for plan")
     why: str = option("", "a node, module or source line, or part of one")
 

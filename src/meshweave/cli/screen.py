@@ -24,10 +24,12 @@ Stage = Callable[[str], None]
 
 @dataclass(slots=True)
 class Screen:
-    """Where a command writes: stdout, or stderr under --json; nowhere on any rank but the first."""
+    """Where a command writes: stdout, or stderr under --json; nowhere on any rank but the first. Details are written
+    if `is_verbose`."""
 
     command: str
     json: bool
+    is_verbose: bool = False
     out: Console = field(init=False)
 
     def __post_init__(self) -> None:
@@ -38,13 +40,26 @@ class Screen:
     def say(self, text: str) -> None:
         self.out.print(text, soft_wrap=True)
 
+    def detail(self, text: str) -> None:
+        if self.is_verbose:
+            self.say(text)
+
     @contextmanager
-    def stages(self) -> Iterator[Stage]:
-        """Show each stage as it begins, and at the end the total time."""
+    def stages(self, subject: str = "") -> Iterator[Stage]:
+        """Show the stage that runs, and of what, in a line of stderr if that is a terminal; all stages and their total
+        time among the details."""
         began = time.perf_counter()
-        with self.out.status("start") if self.out.is_terminal else nullcontext() as status:
-            yield lambda stage: status.update(stage) if status else self.say(f"[dim]{stage} ...[/]")
-        self.say(f"[dim]compiled in {time.perf_counter() - began:.1f} s[/]")
+        prefix = f"{subject}: " if subject else ""
+        console = Console(stderr=True, quiet=rank() != 0, highlight=False)
+        with console.status(f"{prefix}load") if console.is_terminal else nullcontext() as status:
+
+            def begin(stage: str) -> None:
+                if status is not None:
+                    status.update(f"{prefix}{stage}")
+                self.detail(f"[dim]{prefix}{stage} ...[/]")
+
+            yield begin
+        self.detail(f"[dim]{prefix}compiled in {time.perf_counter() - began:.1f} s[/]")
 
     def result(self, ok: bool, **values: Any) -> None:
         """The last line of stdout under --json."""

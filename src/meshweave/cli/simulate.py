@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from meshweave import whatif
 from meshweave.cli.command import option
-from meshweave.cli.job import MachineOptions, parse_bytes
+from meshweave.cli.job import MachineOptions, meshes_like, parse_bytes
 from meshweave.cli.screen import Screen, attributes_of, check_outputs, write_text
 from meshweave.cost.simulate.pipelines import Pipeline
 from meshweave.cost.simulate.result import Simulation
@@ -32,7 +32,7 @@ MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateCommandOptions(MachineOptions):
-    mesh: list[str] = option(help="named axes, such as fsdp=8,tp=8; several are compared")
+    mesh: list[str] = option(help="named axes, such as fsdp=8,tp=8; several are compared", autocompletion=meshes_like)
     plan: list[str] = option(list, "as for plan; a single plan for all meshes, or a plan per mesh")
     pipeline: Pipeline = option("sequential", "how stages take the --accumulate microbatches")
     matmul_dtype: MatmulDtype | None = option(None, "dtype of the matmuls in repeated blocks")
@@ -61,21 +61,23 @@ def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
         matmul_dtype=options.matmul_dtype,
         buckets=buckets,
     )
-    simulations, gains = list[tuple[Program, Simulation]](), list[dict[str, Any]]()
+    simulations = list[tuple[Program, Simulation]]()
+    gains, details, assumed = list[dict[str, Any]](), list[str](), ""
     pairs = list(zip(options.mesh, _plans(options.plan, len(options.mesh)), strict=True))
     options = options.with_batch(pairs)
     for mesh, plan in pairs:
         program = options.compiled(screen, mesh, plan)
-        if not simulations:
-            screen.say(options.assumptions(program))
-        title = " ".join(filter(None, (options.model, f"on {mesh or 'one device'}", plan)))
-        simulations.append((program, played(program, title=title)))
+        assumed = assumed or options.assumptions(program)
+        title = " ".join(filter(None, (options.model_name, f"on {mesh or 'one device'}", plan)))
+        simulation = played(program, title=title)
+        simulations.append((program, replace(simulation, notes=(assumed, *simulation.notes))))
         if program.roles is not program.expanded or program.optimized.variants:
             before = played(program.as_expanded, title=title)
-            gains.append(_gain_row(program, before, simulations[-1][1]))
-            for line in _gain_lines(program, before, simulations[-1][1]):
-                screen.say(line)
+            gains.append(_gain_row(program, before, simulation))
+            details += _gain_lines(program, before, simulation)
     _show(screen, [simulation for _, simulation in simulations], options.diff, gains)
+    for line in details:
+        screen.detail(line)
     _write(screen, simulations, options.report, options.trace)
     return 0
 
@@ -111,6 +113,7 @@ def _show(screen: Screen, simulations: Sequence[Simulation], diff: bool, gains: 
             "yes" if not simulation.verdict else "[red]no[/]",
         )
     screen.out.print(table)
+    screen.say(f"[dim]{escape(simulations[0].notes[0])}[/]")
     for simulation in simulations:
         if simulation.verdict:
             screen.say(f"{simulation.mesh}: {simulation.verdict}")
@@ -175,7 +178,7 @@ def _gain_lines(program: Program, before: Simulation, after: Simulation) -> Iter
     """`overlap: 71.7 -> 40.4 ms`, and a line per role and pass."""
     passes = "overlap" if program.overlap else "chunks"
     yield (
-        f"{passes}: step {before.seconds * 1e3:,.3f} -> {after.seconds * 1e3:,.3f} ms "
+        f"{program.mesh}, {passes}: step {before.seconds * 1e3:,.3f} -> {after.seconds * 1e3:,.3f} ms "
         f"({before.seconds / after.seconds:.2f}x), exposed {before.exposed_seconds * 1e3:,.3f} -> "
         f"{after.exposed_seconds * 1e3:,.3f} ms"
     )

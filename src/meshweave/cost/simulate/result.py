@@ -95,7 +95,8 @@ class RoleResult:
 class Simulation:
     """A step on a machine. `source` is "modelled" or "measured"; `profile` and `profile_version` name its costs.
     `flops` are those of the model's mathematics per step of the whole program (recomputation not counted), `mfu` is
-    flops / (seconds * devices * peak rate of `mfu_dtype`); None if the profile has no peak. `tokens` per step."""
+    flops / (seconds * devices * peak rate of `mfu_dtype`); None if the profile has no peak or the step does not
+    fit. `tokens` per step."""
 
     seconds: float
     spans: tuple[Span, ...]

@@ -148,6 +148,8 @@ def _result(
     flops = sum(_model_flops(role) * len(role.role.devices) for role in tasks.roles) * options.microbatches
     dtype = _matmul_dtype(tasks)
     peak_rate = profile.peak_flops(dtype) if dtype is not None else None
+    verdict = _verdict(roles, profile, options.microbatches)
+    mfu = flops / (times.seconds * mesh.num_devices * peak_rate) if peak_rate and times.seconds else None
     return Simulation(
         seconds=times.seconds,
         spans=spans,
@@ -161,10 +163,10 @@ def _result(
         title=options.title,
         tokens=options.tokens,
         flops=flops,
-        mfu=flops / (times.seconds * mesh.num_devices * peak_rate) if peak_rate and times.seconds else None,
+        mfu=mfu if not verdict else None,
         mfu_dtype=str(dtype).removeprefix("torch.") if dtype is not None else "",
         memory_bytes=int(profile.usable_bytes),
-        verdict=_verdict(roles, profile, options.microbatches),
+        verdict=verdict,
         notes=(*_notes(options, fusion, len(roles)), *_unknown_ops(tasks), *_fragments(roles, profile)),
     )
 
