@@ -111,7 +111,8 @@ def test_a_model_that_does_not_fit_is_simulated_all_the_same(net: str) -> None:
     result = run("simulate", net, "--mesh", "fsdp=2", "--scale", "memory_bytes=2.0001e9", "--json")
     found = last_line(result)
     assert not found["fits"]
-    assert "what would make it fit" in found["verdict"]
+    assert "does not fit" in found["verdict"]
+    assert found["mfu"] is None
     assert found["seconds"] > 0
 
 

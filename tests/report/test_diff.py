@@ -10,9 +10,10 @@ from rich.console import Console
 from tests.report.samples import sample
 
 from meshweave.cost.simulate.result import Simulation
+from meshweave.ir.graph import fold_numbers
 from meshweave.report.diff import class_errors, diff_rows, diff_table, step_split
 from meshweave.report.simulation import simulation_table
-from meshweave.report.spans import class_sums, fold_numbers
+from meshweave.report.spans import class_sums
 
 ALL_REDUCE = "bfloat16[2,4096,4096]: [{}, {}, {}] partial(sum: tp) -> [{}, {}, {}]"
 

@@ -389,7 +389,7 @@ def test_sums_that_do_not_fit_are_named() -> None:
     machine = load_profile("h100")
     room = (simulate(program, machine).peak_bytes - 512) / (1 - machine.memory.reserved_fraction)
     small = machine.scaled(memory_bytes=machine.memory.reserved_bytes + room)
-    assert "gradients of microbatches in shards (zero2), or added in 16 bits" in simulate(program, small).verdict
+    assert "gradients of microbatches in shards (zero2), or added in 16 bits" in simulate(program, small).verdict_text
 
 
 def test_an_unknown_way_is_an_error() -> None:

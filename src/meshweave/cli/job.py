@@ -21,7 +21,7 @@ from meshweave.capture.step import CaptureOptions, Precision, StepSource
 from meshweave.cli.command import Options, argument, option
 from meshweave.cli.costs import parse_costs, parse_machine
 from meshweave.cli.screen import Screen, Stage
-from meshweave.cost.hardware import MachineProfile, profile_names
+from meshweave.cost.hardware import Costs, MachineProfile, load_profile, profile_names
 from meshweave.cost.simulate.kernels import Fusion
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
@@ -163,10 +163,14 @@ class MachineOptions(StepOptions):
         return parse_machine(self.profile, self.scale)
 
     def compiled(self, screen: Screen, mesh: str, plan: str) -> Program:
-        """The program of the step on a mesh; moves are chosen by the unscaled profile."""
-        self.machine.check_mesh(Mesh(mesh))
+        """The program of the step on a mesh; moves are chosen by the unscaled profile, with the scaled memory."""
+        machine = self.machine
+        machine.check_mesh(Mesh(mesh))
+        costs = load_profile(self.profile)
+        if machine.usable_bytes != costs.usable_bytes:
+            costs = costs.scaled(memory_bytes=machine.memory.bytes)
         shared = {each.name: getattr(self, each.name) for each in fields(StepOptions)}
-        return compiled_unrun(screen, MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared))
+        return compiled_unrun(screen, MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared), costs)
 
     def with_batch(self, meshes: Sequence[tuple[str, str]]) -> Self:
         """The same with a global batch for all meshes and plans: unless stated, of a Hugging Face model, one sequence
@@ -192,14 +196,20 @@ class MachineOptions(StepOptions):
 
 
 def compiled(
-    job: MeshStepOptions, source: Source, mesh: Mesh, plan: Plan | None, optimizer: Any, stage: Stage
+    job: MeshStepOptions,
+    source: Source,
+    mesh: Mesh,
+    plan: Plan | None,
+    optimizer: Any,
+    stage: Stage,
+    costs: Costs | None = None,
 ) -> Program:
-    """The program of a job, its moves chosen by the job's costs."""
+    """The program of a job, its moves chosen by `costs`, by default the job's."""
     return build_program(
         StepSource(source.model, source.loss),
         source.batch,
         read_optimizer(optimizer, source.model),
-        Target(mesh, plan, parse_costs(job.profile, mesh.axis_names)),
+        Target(mesh, plan, costs or parse_costs(job.profile, mesh.axis_names)),
         CaptureOptions(
             clip_grad_norm=job.clip_grad_norm, accumulate=job.accumulate, seed=job.seed, precision=job.precision
         ),
@@ -208,12 +218,12 @@ def compiled(
     )
 
 
-def compiled_unrun(screen: Screen, job: MeshStepOptions) -> Program:
+def compiled_unrun(screen: Screen, job: MeshStepOptions, costs: Costs | None = None) -> Program:
     """The program of a job that will not run: a model of transformers takes no memory."""
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
     source = job.load(mesh, plan, "meta" if is_configuration(job.model) else "cpu")
     with screen.stages(job.mesh or "one device") as stage:
-        return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage)
+        return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage, costs)
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

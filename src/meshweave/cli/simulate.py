@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from rich.markup import escape
 from meshweave import whatif
 from meshweave.cli.command import option
 from meshweave.cli.job import MachineOptions, meshes_like, parse_bytes
+from meshweave.cli.levers import Peak, Setting, levers
 from meshweave.cli.screen import Screen, attributes_of, check_outputs, write_text
 from meshweave.cost.simulate.pipelines import Pipeline
 from meshweave.cost.simulate.result import Simulation
@@ -41,45 +41,92 @@ class SimulateCommandOptions(MachineOptions):
     trace: Path | None = option(None, "write a Chrome trace, for Perfetto")
     diff: bool = option(False, "difference of two meshes: which moves changed, where time went")
 
+    def simulated(self, program: Program, mesh: str, plan: str) -> Simulation:
+        """A program simulated as the options say."""
+        is_stated = self.buckets in ("none", "blocks")
+        buckets: Any = self.buckets if is_stated else parse_bytes(self.buckets, "--buckets")
+        return whatif.simulate(
+            program,
+            self.machine,
+            fusion=self.fusion,
+            pipeline=self.pipeline,
+            matmul_dtype=self.matmul_dtype,
+            buckets=buckets,
+            title=" ".join(filter(None, (self.model_name, f"on {mesh or 'one device'}", plan))),
+        )
+
 
 def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
     """Predict a training step on a machine: time, exposed communication and why, memory. Several meshes are compared,
     and the best is marked. The machine need not be present."""
     check_outputs(options.report, options.trace)
-    machine = options.machine
     if options.diff and len(options.mesh) != 2:
         raise MeshweaveError(
             "--diff compares two", got=f"{len(options.mesh)} meshes", expected="--mesh A --mesh B --diff"
         )
-    is_stated = options.buckets in ("none", "blocks")
-    buckets: Any = options.buckets if is_stated else parse_bytes(options.buckets, "--buckets")
-    played = partial(
-        whatif.simulate,
-        profile=machine,
-        fusion=options.fusion,
-        pipeline=options.pipeline,
-        matmul_dtype=options.matmul_dtype,
-        buckets=buckets,
-    )
-    simulations = list[tuple[Program, Simulation]]()
-    gains, details, assumed = list[dict[str, Any]](), list[str](), ""
     pairs = list(zip(options.mesh, _plans(options.plan, len(options.mesh)), strict=True))
-    options = options.with_batch(pairs)
+    stated, options = options, options.with_batch(pairs)
+    programs, simulations = list[Program](), list[Simulation]()
+    gains, details = list[dict[str, Any]](), list[str]()
     for mesh, plan in pairs:
         program = options.compiled(screen, mesh, plan)
-        assumed = assumed or options.assumptions(program)
-        title = " ".join(filter(None, (options.model_name, f"on {mesh or 'one device'}", plan)))
-        simulation = played(program, title=title)
-        simulations.append((program, replace(simulation, notes=(assumed, *simulation.notes))))
+        simulation = options.simulated(program, mesh, plan)
+        note = options.assumptions(program)
+        programs.append(program)
+        simulations.append(replace(simulation, notes=(note, *simulation.notes), advice=()))
         if program.roles is not program.expanded or program.optimized.variants:
-            before = played(program.as_expanded, title=title)
+            before = options.simulated(program.as_expanded, mesh, plan)
             gains.append(_gain_row(program, before, simulation))
             details += _gain_lines(program, before, simulation)
-    _show(screen, [simulation for _, simulation in simulations], options.diff, gains)
+    _show(screen, simulations)
+    known: dict[Setting, Peak | None] = {}
+    for i, (mesh, plan) in enumerate(pairs):
+        first = _setting(options, programs[i], mesh, plan)
+        advice = _advice(screen, (stated, options), first, simulations[i], known)
+        simulations[i] = replace(simulations[i], advice=advice)
     for line in details:
         screen.detail(line)
-    _write(screen, simulations, options.report, options.trace)
+    rows = _show_difference(screen, simulations) if options.diff else None
+    _write(screen, list(zip(programs, simulations, strict=True)), options.report, options.trace)
+    _result(screen, simulations, rows, gains)
     return 0
+
+
+def _setting(options: SimulateCommandOptions, program: Program, mesh: str, plan: str) -> Setting:
+    shapes = [item.spec.shape for item in program.captured.inputs if item.kind == "batch" and item.spec.shape]
+    return Setting(
+        mesh=mesh,
+        plan=plan,
+        passes=options.passes,
+        accumulate=options.accumulate,
+        batch=options.batch,
+        local_batch=options.local_batch,
+        rows=shapes[0][0] if shapes else 1,
+    )
+
+
+def _advice(
+    screen: Screen,
+    options: tuple[SimulateCommandOptions, SimulateCommandOptions],
+    first: Setting,
+    simulation: Simulation,
+    known: dict[Setting, Peak | None],
+) -> tuple[str, ...]:
+    """What would make a step fit at the same global batch, shown; nothing if it fits. `options`: as stated, and with
+    the batch that was chosen for all meshes."""
+    if not simulation.verdict:
+        return ()
+    stated, chosen = options
+
+    def simulated(changed: MachineOptions, mesh: str, plan: str) -> Simulation:
+        return chosen.simulated(changed.compiled(screen, mesh, plan), mesh, plan)
+
+    advice = levers(stated, first, simulation, simulated, known)
+    screen.say(f"{simulation.mesh}: {simulation.verdict}" if len(chosen.mesh) > 1 else "")
+    screen.say("what makes it fit, at the same global batch:")
+    for line in advice:
+        screen.say(f"  {line}")
+    return advice
 
 
 def _plans(plans: Sequence[str], count: int) -> list[str]:
@@ -92,17 +139,16 @@ def _plans(plans: Sequence[str], count: int) -> list[str]:
     return list(plans) if len(plans) == count else [*(plans or [""])] * count
 
 
-def _show(screen: Screen, simulations: Sequence[Simulation], diff: bool, gains: Sequence[dict[str, Any]]) -> None:
-    scheduled = {"overlap": gains} if gains else {}
+def _show(screen: Screen, simulations: Sequence[Simulation]) -> None:
+    """A simulation, or a table of several with the best marked."""
     if len(simulations) == 1:
         screen.out.print(simulation_table(simulations[0]))
-        screen.result(True, mesh=simulations[0].mesh, **scheduled, **simulations[0].as_dict())
         return
     best = best_of(simulations)
     table = plain_table("", "mesh", "plan", ">step ms", ">tokens/s/GPU", ">MFU", ">exposed ms", ">peak", ">fits")
     for i, simulation in enumerate(simulations):
         table.add_row(
-            "[green]best[/]" if i == best else "",
+            "[green]best[/]" if i == best and not simulation.verdict else "",
             simulation.mesh,
             escape(simulation.title.partition(f" on {simulation.mesh}")[2].strip()),
             f"{simulation.seconds * 1e3:,.2f}",
@@ -114,22 +160,27 @@ def _show(screen: Screen, simulations: Sequence[Simulation], diff: bool, gains: 
         )
     screen.out.print(table)
     screen.say(f"[dim]{escape(simulations[0].notes[0])}[/]")
-    for simulation in simulations:
-        if simulation.verdict:
-            screen.say(f"{simulation.mesh}: {simulation.verdict}")
-    if diff:
-        for shown in diff_table(simulations[0], simulations[1]):
-            screen.out.print(shown)
-    rows = [r.as_dict() for r in diff_rows(simulations[0], simulations[1])] if diff else None
-    screen.result(
-        True,
-        best=best,
-        simulations=[
-            {"mesh": simulation.mesh, "title": simulation.title, **simulation.as_dict()} for simulation in simulations
-        ],
-        diff=rows,
-        **scheduled,
-    )
+
+
+def _show_difference(screen: Screen, simulations: Sequence[Simulation]) -> list[dict[str, Any]]:
+    first, second = simulations
+    for shown in diff_table(first, second):
+        screen.out.print(shown)
+    return [row.as_dict() for row in diff_rows(first, second)]
+
+
+def _result(
+    screen: Screen,
+    simulations: Sequence[Simulation],
+    rows: list[dict[str, Any]] | None,
+    gains: Sequence[dict[str, Any]],
+) -> None:
+    scheduled = {"overlap": gains} if gains else {}
+    if len(simulations) == 1:
+        screen.result(True, mesh=simulations[0].mesh, **scheduled, **simulations[0].as_dict())
+        return
+    each = [{"mesh": one.mesh, "title": one.title, **one.as_dict()} for one in simulations]
+    screen.result(True, best=best_of(simulations), simulations=each, diff=rows, **scheduled)
 
 
 def _write(

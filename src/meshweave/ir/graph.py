@@ -177,6 +177,11 @@ def origin_of(node: fx.Node) -> Origin:
     return node.meta.get("origin", NOWHERE)
 
 
+def fold_numbers(module: str) -> str:
+    """A module path with `*` for its numbers: the common path of twins in repeated layers."""
+    return re.sub(r"\b\d+\b", "*", module)
+
+
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of a node in the order of its schema, lists flattened: operands 0, 1, ... of rules. An
     operand that occurs twice is listed twice.

@@ -11,7 +11,7 @@ from meshweave.check.completeness import Completeness, check_complete
 from meshweave.check.deadlock import DeadlockFreedom, check_deadlock
 from meshweave.check.same import check_same
 from meshweave.cost.hardware import Costs, MachineProfile
-from meshweave.cost.simulate.step import least_bytes_of_step
+from meshweave.cost.simulate.step import least_bytes_of_step, peak_bytes_of_step
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
@@ -149,8 +149,8 @@ def optimize(
     A pass that is taken by gain is kept only if the whole step, after all passes, simulates faster and stays under the
     cap: the fastest variant wins, the first of equals. Raises MeshweaveError for costs that the passes do not support,
     and NoOrderError if no variant is under the cap. Default passes leave the roles unchanged instead of the former
-    error, and `note` gives the reason. They do so, too, asked for or not, if the step cannot fit the machine's memory
-    and there is no cap.
+    error, and `note` gives the reason. They do so, too, asked for or not, if there is no cap and the step cannot fit
+    the machine's memory, or fits only without them.
     """
     passes = pipeline.of("written", "ordered")
     program = MeshProgram(roles, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
@@ -172,6 +172,8 @@ def optimize(
         rewrites=chosen.rewrites,
         variants=variants,
     )
+    if note := _why_left(optimized, roles, costs, pipeline, microbatches):
+        optimized = Optimized(roles=roles, expanded=roles, unscheduled=roles, note=note)
     if optimized.roles is not roles or pipeline.of("expanded"):
         prove(placed, optimized)
     return optimized
@@ -190,6 +192,28 @@ def _why_unfit(passes: Collection[Pass[Any]], roles: tuple[RankGraph, ...], cost
     return (
         f"no pass was tried, because none can make the step fit: at least {bytes_text(least)} are live at once, on a "
         f"device with {bytes_text(room)}"
+    )
+
+
+def _why_left(
+    optimized: Optimized, roles: tuple[RankGraph, ...], costs: Costs, pipeline: Pipeline, microbatches: int
+) -> str:
+    """Why a step is left as it was: only so it fits the machine's memory; "" if it does not matter.
+
+    The scheduler counts every op's result, also those that a kernel never writes. Where even the step's own order is
+    above the memory by that count, it allows as much as that order has, which may be too much."""
+    names = {each.name for each in pipeline.of("written", "ordered")}
+    if pipeline.memory_cap_bytes is not None or not isinstance(costs, MachineProfile) or names - {*GROUPS["default"]}:
+        return ""
+    room = int(costs.usable_bytes)
+    if all(report.peak_bytes <= room for report in optimized.overlap):
+        return ""
+    after = peak_bytes_of_step(optimized.roles, costs, microbatches)
+    if after <= room or peak_bytes_of_step(roles, costs, microbatches) > room:
+        return ""
+    return (
+        f"no pass was taken, because only so the step fits: with the passes {bytes_text(after)} would be live at once, "
+        f"on a device with {bytes_text(room)}"
     )
 
 

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError
-from meshweave.report.spans import COMPUTE_CLASSES, Sum, class_of, class_sums, fold_numbers, sums_by
+from meshweave.ir.graph import fold_numbers
+from meshweave.report.spans import COMPUTE_CLASSES, Sum, class_of, class_sums, sums_by
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table
 
 _SHOWN_SECONDS = 5e-7  # smaller changes do not count: milliseconds are shown with three decimals

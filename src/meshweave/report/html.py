@@ -13,9 +13,10 @@ from typing import Any
 
 from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.errors import MeshweaveError
+from meshweave.ir.graph import fold_numbers
 from meshweave.report.diff import class_errors, diff_rows, step_split
 from meshweave.report.moves import MoveRow
-from meshweave.report.spans import class_of, fold_numbers, lanes_of, nanoseconds
+from meshweave.report.spans import class_of, lanes_of, nanoseconds
 
 _NUM_NAMES = 24  # listed graph nodes of a fused kernel; if there are more, their number is shown
 _COLUMNS = (
@@ -91,7 +92,7 @@ class _Page:
 
     def role(self, role: RoleResult) -> dict[str, Any]:
         tensors = [
-            (self.string(h.name), h.bytes, self.string(h.kind), self.string(h.module), self.string(h.line))
+            (self.string(h.name), h.bytes, self.string(h.kind), self.string(h.module), self.string(h.line), h.count)
             for h in role.at_peak
         ]
         times = [nanoseconds(at) for at, _ in role.memory]
@@ -158,7 +159,7 @@ def _totals(simulation: Simulation) -> dict[str, Any]:
         "peak": simulation.peak_bytes,
         "reserved": simulation.reserved_bytes,
         "exposed": nanoseconds(simulation.exposed_seconds),
-        "verdict": simulation.verdict,
+        "verdict": simulation.verdict_text,
         "notes": list(simulation.notes),
     }
 

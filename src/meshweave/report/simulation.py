@@ -9,10 +9,13 @@ from rich.text import Text
 
 from meshweave.cost.simulate.memory import bytes_by_kind
 from meshweave.cost.simulate.result import Simulation, Span
-from meshweave.report.spans import COMPUTE_CLASSES, class_sums, fold_numbers
+from meshweave.ir.graph import fold_numbers
+from meshweave.report.spans import COMPUTE_CLASSES, class_sums
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table, short_line
 
 _NUM_EXPOSED = 10  # communications listed
+_NUM_GROUPS = 3  # groups of tensors listed of each kind that has at least this share of the peak
+_LEAST_SHARE = 0.05
 
 
 def simulation_table(simulation: Simulation) -> Group:
@@ -28,6 +31,7 @@ def simulation_table(simulation: Simulation) -> Group:
     ]
     if simulation.verdict:
         parts.append(Text(simulation.verdict, style="bold red"))
+        parts += [Text(f"what would make it fit: {text}") for text in simulation.advice]
     parts += [Text(note, style="dim") for note in simulation.notes]
     return Group(*parts)
 
@@ -87,13 +91,13 @@ def _exposed_table(simulation: Simulation) -> Table:
 
 
 def _memory(simulation: Simulation) -> Table:
-    """The memory of the role that needs the most, at its peak, by kind. A simulation lists the largest tensors."""
-    role = max(simulation.roles, key=lambda tensor: tensor.peak_bytes)
-    kinds = bytes_by_kind(role.at_peak)
-    table = plain_table(f"at the peak of role {role.index}", ">bytes")
-    for kind, num_bytes in kinds.items():
-        table.add_row(kind, bytes_text(num_bytes))
-    rest = role.peak_bytes - sum(kinds.values())
-    if rest > 0:
-        table.add_row("smaller tensors", bytes_text(rest))
+    """The memory of the role that needs the most, at its peak: each kind, with its largest groups of tensors."""
+    role = max(simulation.roles, key=lambda role: role.peak_bytes)
+    table = plain_table(f"at the peak of role {role.index}", ">bytes", ">tensors", "~module", "~line")
+    for kind, num_bytes in bytes_by_kind(role.at_peak).items():
+        alike = [live for live in role.at_peak if live.kind == kind]
+        table.add_row(f"[bold]{kind}[/]", bytes_text(num_bytes), f"{sum(live.count for live in alike):,}", "", "")
+        for live in alike[:_NUM_GROUPS] if num_bytes > _LEAST_SHARE * role.peak_bytes else ():
+            cells = (bytes_text(live.bytes), f"{live.count:,}", escape(live.module), escape(short_line(live.line)))
+            table.add_row("", *cells)
     return table

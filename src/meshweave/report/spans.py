@@ -3,7 +3,6 @@ spans."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -59,11 +58,6 @@ def class_sums(spans: Iterable[Span]) -> dict[str, Sum]:
     sums = sums_by(spans, class_of)
     order = [*COMPUTE_CLASSES, *sorted(sums.keys() - {*COMPUTE_CLASSES})]
     return {name: sums[name] for name in order if name in sums}
-
-
-def fold_numbers(module: str) -> str:
-    """A module path with `*` for its numbers: the common path of twins in repeated layers."""
-    return re.sub(r"\b\d+\b", "*", module)
 
 
 def nanoseconds(seconds: float) -> int:

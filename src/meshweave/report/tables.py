@@ -11,8 +11,8 @@ from rich.table import Table
 from meshweave.check.completeness import Completeness
 from meshweave.check.deadlock import DeadlockFreedom
 from meshweave.check.numerics import NumericsReport, TensorError
+from meshweave.ir.graph import fold_numbers
 from meshweave.report.moves import MoveRow
-from meshweave.report.spans import fold_numbers
 
 _LEAST_FOLDED = 7  # width of a folded column
 

@@ -12,7 +12,7 @@ from meshweave.cost.hardware.collectives import bytes_received
 from meshweave.cost.hardware.work import Attention, Matmul, Work
 from meshweave.cost.simulate.classify import operand_values, work_of
 from meshweave.cost.simulate.exposure import covered_seconds
-from meshweave.cost.simulate.memory import gradients_of, kind_of
+from meshweave.cost.simulate.memory import gradients_of, kind_of, with_twins
 from meshweave.cost.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
@@ -20,8 +20,6 @@ from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, local_values
 from meshweave.runtime.tracing import DeviceTrace, Event
-
-_NUM_AT_PEAK = 40  # tensors listed at the peak, as in simulated steps
 
 
 @dataclass(slots=True)
@@ -193,9 +191,9 @@ class _Role:
             alive[change.name] = alive.get(change.name, 0) + change.bytes
         kinds = {n: "grad" if i.kind == "acc" else i.kind for n, i in self.role.sources.items()}
         gradients = gradients_of(self.role, self.local.values)
-        largest = sorted((-size, name) for name, size in alive.items() if size > 0)[:_NUM_AT_PEAK]
+        largest = sorted((-size, name) for name, size in alive.items() if size > 0)
         tensors = [_live_tensor(self.nodes[name], -size, kinds, gradients) for size, name in largest]
-        return tuple(sorted(curve.items())), peak, peak_at, tuple(tensors)
+        return tuple(sorted(curve.items())), peak, peak_at, with_twins(tensors)
 
 
 def _queued(events: Sequence[Event], nodes: Mapping[str, fx.Node]) -> list[Event]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 
@@ -15,18 +15,17 @@ from meshweave.cost.simulate.result import LiveTensor
 from meshweave.cost.simulate.storage_intervals import IN_PLACE, Key, Ledger, Life, LifetimeRules
 from meshweave.cost.simulate.tasks import RoleTasks, Tasks
 from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER, STARTS, WAIT
-from meshweave.ir.graph import PARTS, origin_of
+from meshweave.ir.graph import PARTS, fold_numbers, origin_of
 from meshweave.ir.liveness import live_bytes
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Values
 
-_SHOWN = 40  # tensors shown at the peak, the largest first
 _STEPS = 3  # steps after which an allocator no longer grows, if all steps are equal
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes over time of a device, the peak, and the tensors alive then (the largest first)."""
+    """Bytes over time of a device, the peak, and the tensors alive then."""
 
     curve: tuple[tuple[float, int], ...]
     peak_bytes: int
@@ -54,7 +53,7 @@ def memory_of(tasks: Tasks, index: int, times: Times, holding: LifetimeRules) ->
     alive.sort(key=lambda life: (-life.bytes, life.node.name, life.begin))
     lasting = sum(life.bytes for life in lives if life.kind in ("param", "state", "buffer", "constant"))
     gradients = gradients_of(role.role, role.local.values)
-    shown = tuple(_live_tensor(life, gradients) for life in alive[:_SHOWN])
+    shown = with_twins(_live_tensor(life, gradients) for life in alive)
     reserved = reserved_bytes(_allocations(lives))
     curve = tuple(zip(moments, levels, strict=True))
     return MemoryUse(curve, peak, curve[at][0] if curve else 0.0, reserved, lasting, shown)
@@ -107,6 +106,19 @@ def _allocations(lives: Sequence[Life]) -> Iterator[tuple[int, int, str]]:
 def _live_tensor(life: Life, gradients: Collection[fx.Node]) -> LiveTensor:
     origin, kind = origin_of(life.node), life.kind or kind_of(life.node, life.crosses, gradients)
     return LiveTensor(life.node.name, life.bytes, kind, origin.module, origin.source)
+
+
+def with_twins(tensors: Iterable[LiveTensor]) -> tuple[LiveTensor, ...]:
+    """Tensors, the largest first, with their twins in repeated layers combined; those with the most bytes first."""
+    groups: dict[tuple[str, str, str], LiveTensor] = {}
+    for live in tensors:
+        module = fold_numbers(live.module)
+        same = groups.setdefault((live.kind, module, live.line), live)
+        if same is not live:
+            total = same.bytes + live.bytes
+            live = replace(same, bytes=total, module=module, count=same.count + live.count)
+        groups[live.kind, module, live.line] = live
+    return tuple(sorted(groups.values(), key=lambda live: (-live.bytes, live.name)))
 
 
 def kind_of(node: fx.Node, crosses: bool, gradients: Collection[fx.Node]) -> str:

@@ -64,13 +64,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """A tensor in memory at the peak."""
+    """Tensors in memory at the peak: a tensor and its twins in repeated layers. `name` is of the largest, `bytes` of
+    all `count` of them, `module` has `*` for numbers that differ."""
 
     name: str
     bytes: int
     kind: str  # param, state, grad, batch, activation, gathered, temporary
     module: str = ""
     line: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ class RoleResult:
     peak_at: float
     reserved_bytes: int  # what PyTorch's caching allocator has reserved by then, fragments included
     persistent_bytes: int  # parameters, optimizer state, buffers
-    at_peak: tuple[LiveTensor, ...] = ()  # the largest first
+    at_peak: tuple[LiveTensor, ...] = ()  # all of them, those with the most bytes first
     memory: tuple[tuple[float, int], ...] = ()
 
 
@@ -113,7 +115,8 @@ class Simulation:
     mfu: float | None = None
     mfu_dtype: str = ""
     memory_bytes: int | None = None  # of a device; None if unknown
-    verdict: str = ""  # "" if it fits, else what does not and what would make it fit
+    verdict: str = ""  # "" if it fits, else what does not
+    advice: tuple[str, ...] = ()  # what would make it fit
     notes: tuple[str, ...] = ()
     # (span, span that depends on it), for the graph view
     edges: tuple[tuple[int, int], ...] = field(default=(), repr=False)
@@ -122,6 +125,12 @@ class Simulation:
     def exposed_seconds(self) -> float:
         """Exposed communication of the role that has the most."""
         return max((role.exposed_seconds for role in self.roles), default=0.0)
+
+    @property
+    def verdict_text(self) -> str:
+        """What does not fit, and what would make it fit; "" if it fits."""
+        advice = f"; what would make it fit: {'; '.join(self.advice)}" if self.advice else ""
+        return f"{self.verdict}{advice}"
 
     @property
     def peak_bytes(self) -> int:
@@ -149,4 +158,5 @@ class Simulation:
             "source": self.source,
             "fits": not self.verdict,
             "verdict": self.verdict,
+            "advice": list(self.advice),
         }

@@ -90,6 +90,14 @@ def least_bytes_of_step(roles: Sequence[RankGraph], profile: MachineProfile) -> 
     return max(map(least_bytes, lower_tasks(roles, profile, default_fusion(profile)).roles))
 
 
+def peak_bytes_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1) -> int:
+    """What `simulate_roles` says of the peak alone."""
+    fusion = default_fusion(profile)
+    tasks = lower_tasks(roles, profile, fusion, microbatches)
+    times, holding = times_of(tasks, profile.compute_slowdown), LifetimeRules(fusion, microbatches - 1, False)
+    return max(memory_of(tasks, i, times, holding).peak_bytes for i in range(len(roles)))
+
+
 def seconds_of_tasks(tasks: Tasks, profile: MachineProfile) -> StepSeconds:
     """The same for tasks that were lowered with the default fusion."""
     streams, kernels = tasks.schedule.streams, [task.kernel is not None for task in tasks.tasks]
@@ -148,7 +156,7 @@ def _result(
     flops = sum(_model_flops(role) * len(role.role.devices) for role in tasks.roles) * options.microbatches
     dtype = _matmul_dtype(tasks)
     peak_rate = profile.peak_flops(dtype) if dtype is not None else None
-    verdict = _verdict(roles, profile, options.microbatches)
+    verdict, advice = _verdict(roles, profile, options.microbatches)
     mfu = flops / (times.seconds * mesh.num_devices * peak_rate) if peak_rate and times.seconds else None
     return Simulation(
         seconds=times.seconds,
@@ -167,6 +175,7 @@ def _result(
         mfu_dtype=str(dtype).removeprefix("torch.") if dtype is not None else "",
         memory_bytes=int(profile.usable_bytes),
         verdict=verdict,
+        advice=advice,
         notes=(*_notes(options, fusion, len(roles)), *_unknown_ops(tasks), *_fragments(roles, profile)),
     )
 
@@ -265,11 +274,12 @@ def _matmul_dtype(tasks: Tasks) -> torch.dtype | None:
     return max(flops, key=lambda d: flops[d], default=None)
 
 
-def _verdict(roles: Sequence[RoleResult], profile: MachineProfile, microbatches: int) -> str:
+def _verdict(roles: Sequence[RoleResult], profile: MachineProfile, microbatches: int) -> tuple[str, tuple[str, ...]]:
+    """What does not fit, "" if all does, and what would mostly make it fit, judged by what the memory is used for."""
     worst = max(roles, key=lambda role: role.peak_bytes)
     room = int(profile.usable_bytes)
     if worst.peak_bytes <= room:
-        return ""
+        return "", ()
     over = worst.peak_bytes - room
     kinds = bytes_by_kind(worst.at_peak)
     advice = []
@@ -284,10 +294,8 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile, microbatches:
     if not advice:
         advice.append("a smaller local batch or shorter sequences, or more devices")
     most = ", ".join(f"{k} {v / 2**30:.1f} GiB" for k, v in list(kinds.items())[:3])
-    return (
-        f"does not fit: role {worst.index} needs {worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB ({most} "
-        f"among the largest at the peak); what would make it fit: {'; '.join(advice)}"
-    )
+    needs = f"{worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB"
+    return f"does not fit: role {worst.index} needs {needs} ({most})", tuple(advice)
 
 
 def _fragments(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, ...]:

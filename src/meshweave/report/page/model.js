@@ -69,8 +69,8 @@ for (const run of RUNS) {
     let level = 0;
     role.times = Float64Array.from(role.memory[0], (d) => (at += d));
     role.levels = Float64Array.from(role.memory[1], (d) => (level += d));
-    role.held = role.held.map(([name, bytes, kind, module, line]) => (
-      { name: S[name], bytes, kind: S[kind], module: S[module], line: S[line] }));
+    role.held = role.held.map(([name, bytes, kind, module, line, count]) => (
+      { name: S[name], bytes, kind: S[kind], module: S[module], line: S[line], count }));
   }
 }
 

@@ -101,8 +101,6 @@ function memoryTab() {
   const { role, number } = memoryGroup;
   const kinds = new Map();
   for (const held of role.held) kinds.set(held.kind, (kinds.get(held.kind) ?? 0) + held.bytes);
-  const listed = [...kinds.values()].reduce((a, b) => a + b, 0);
-  if (role.peak > listed) kinds.set("smaller tensors", role.peak - listed);
   const chosen = el("select", { class: "tool", "aria-label": "Role" }, GROUPS.map((g) => el("option", { value: g.key, selected: g === memoryGroup }, groupText(g))));
   chosen.addEventListener("change", () => openTab("memory", GROUPS.find((g) => g.key === chosen.value)));
   const share = (row) => row[1] / (role.peak || 1);
@@ -114,9 +112,9 @@ function memoryTab() {
     if (i >= 0) select(i, { zoom: true });
   };
   const tensors = makeTable({ rows: role.held, pick, sort: { at: 0, isDown: true }, columns: [
-    bytesColumn("bytes", (h) => h.bytes), textColumn("kind", (h) => h.kind, "84px"), textColumn("tensor", (h) => h.name, "minmax(150px, 1fr)", true),
+    bytesColumn("bytes", (h) => h.bytes), countColumn("tensors", (h) => h.count, "64px"), textColumn("kind", (h) => h.kind, "84px"), textColumn("first", (h) => h.name, "minmax(150px, 1fr)", true),
     tailColumn("module", (h) => h.module, "minmax(150px, 1.2fr)"), tailColumn("line", (h) => shortLine(h.line), "minmax(130px, .8fr)")] });
-  const said = `${bytesText(role.peak)} at ${timeText(role.peak_at)}; a click on a tensor goes to the task that makes it`;
+  const said = `${bytesText(role.peak)} at ${timeText(role.peak_at)}; equal ones of repeated layers in a row; a click goes to the task that makes the first`;
   return [el("div", { class: "tools" }, chosen, said, el("button", { class: "tool", onclick: () => setRange(role.peak_at - TOTAL / 40, role.peak_at + TOTAL / 40) }, "Zoom to the peak")),
     el("div", { class: "pair" }, el("div", {}, byKind.root), el("div", {}, tensors.root))];
 }
