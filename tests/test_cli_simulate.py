@@ -220,3 +220,11 @@ def test_shells_complete_names(words: str, completed: str) -> None:
     cword = str(len(words.split()))
     result = CliRunner().invoke(app, [], prog_name="meshweave", env={**variables, "COMP_CWORD": cword})
     assert result.output.split() == completed.split()
+
+
+def test_too_few_layers_for_the_stages_say_how_to_get_more() -> None:
+    arguments = ("--mesh", "pp=3", "--seq", "16", "--passes", "none")
+    refused = run("simulate", "hf:llama", *arguments)
+    assert refused.exit_code == 2
+    (field,) = [word for word in refused.output.split() if word.startswith("?num_hidden_layers=")]
+    assert run("simulate", f"hf:llama{field}", *arguments).exit_code == 0

@@ -362,3 +362,15 @@ def test_a_narrow_page_scrolls_down_only_and_everything_is_on_it(open_page: Open
     box = page.evaluate(f"meshweave.zoomTo({most_exposed(step)}), meshweave.boxOf({most_exposed(step)})")
     assert 0 < box["x"] < box["x"] + box["width"] < 400
     assert box["width"] > 50
+
+
+@pytest.mark.parametrize("width", [500, 1500])
+def test_no_table_is_wider_than_its_place(open_page: Open, width: int) -> None:
+    step = sample(layers=3)
+    page = open_page(
+        step, moves_of(step), measured=sample(layers=3, source="measured"), other=sample(), size=(width, 1000)
+    )
+    cut = "[...document.querySelectorAll('#sheet .grid')].filter(g => g.scrollWidth > g.clientWidth).length"
+    for tab in page.locator("#tabs [data-tab]").all():
+        tab.click()
+        assert page.evaluate(cut) == 0, tab.inner_text()

@@ -326,7 +326,7 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
             where=f"{type(model).__name__}, axis {entry.axis} of mesh {mesh}",
             got=f"{len(stages)} layers with parameters" + (f" in {name}" if name else ""),
             expected=f"at least {count}",
-            hint="place modules explicitly: mw.Plan.on({...}), or mw.on in the model",
+            hint=_more_layers(model, count),
         )
     stage, before, total = -1, 0, sum(weights)
     for rank, i in enumerate(stages):
@@ -335,6 +335,14 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
         before += weights[i]
         path = f"{name}.{i}" if name else str(i)
         _place(resolved, [path], mesh.at(**{entry.axis: stage}), mesh, f"stages over {entry.axis}")
+
+
+def _more_layers(model: nn.Module, count: int) -> str:
+    """How a model gets a layer for each of `count` stages."""
+    explicitly = "place modules explicitly: mw.Plan.on({...}), or mw.on in the model"
+    if not hasattr(getattr(model, "config", None), "num_hidden_layers"):
+        return explicitly
+    return f"?num_hidden_layers={count} after MODEL on the command line (config.num_hidden_layers); or {explicitly}"
 
 
 _READ: dict[str, Callable[[Resolved, Entry, nn.Module, Mesh], None]] = {

@@ -3,14 +3,20 @@
 const ROW = 24; // pixels
 const SPARE = 12; // rows drawn beyond the visible ones
 
-// columns: {name, width, value(row), show(row), number, mono, tail: cut at the front where there is no room}. pick(row) is called for a click, isSelected(row) marks rows.
-function makeTable({ columns, rows: given, pick, isSelected = () => false, sort = null, empty = "Nothing here." }) {
+const NARROW = 720; // pixels of the window, as in page.css
+const LEAST = 88; // pixels of a column that can shrink, in a narrow window
+
+// columns: {name, width, value(row), show(row), number, mono, tail: cut at the front where there is no room, spare: left out in a narrow window}. pick(row) is called for a click, isSelected(row) marks rows.
+function makeTable({ columns: all, rows: given, pick, isSelected = () => false, sort = null, empty = "Nothing here." }) {
+  const isNarrow = window.innerWidth <= NARROW;
+  const columns = all.filter((c) => !(isNarrow && c.spare));
+  const widths = columns.map((c) => (isNarrow ? c.width.replace(/minmax\(\d+px/, `minmax(${LEAST}px`) : c.width));
   const held = { rows: given, shown: [], sort: sort ?? { at: -1, isDown: true } };
   const head = el("div", { class: "head", role: "row" });
   const body = el("div", { role: "rowgroup", style: "position:relative" });
   const root = el("div", { class: "grid", role: "table", tabindex: "0" }, head, body);
-  root.style.setProperty("--columns", columns.map((c) => c.width).join(" "));
-  const least = columns.reduce((sum, c) => sum + Number.parseInt(c.width.replace("minmax(", ""), 10) + 10, 24);
+  root.style.setProperty("--columns", widths.join(" "));
+  const least = widths.reduce((sum, width) => sum + Number.parseInt(width.replace("minmax(", ""), 10) + 10, 24);
   root.style.setProperty("--width", `${least}px`);
 
   function arrange() {

@@ -6,6 +6,8 @@ const tailColumn = (name, of, width) => ({ ...textColumn(name, of, width), tail:
 const countColumn = (name, of, width = "60px") => ({ name, width, number: true, value: of, show: (row) => of(row).toLocaleString("en") });
 const bytesColumn = (name, of, width = "84px") => ({ name, width, number: true, value: of, show: (row) => bytesText(of(row)) });
 
+const spare = (column) => ({ ...column, spare: true });
+
 // communications
 
 const foldKey = (i) => [col.phase[i], col.op[i], col.group[i], col.layout[i], col.fold[i], col.line[i]].join("/");
@@ -63,12 +65,12 @@ function communicationTab() {
     countColumn("times", (row) => row.ids.length, "42px"),
     timeColumn("time", (row) => row.seconds, "74px"),
     { name: "exposed", width: "76px", number: true, value: (row) => row.exposed, show: exposedCell },
-    bytesColumn("bytes", (row) => row.bytes, "76px"),
-    textColumn("phase", at("phase"), "64px"), textColumn("op", at("op"), "100px"), textColumn("over", at("group"), "50px", true),
-    tailColumn("module", (row) => row.module, "minmax(150px, 1.1fr)"),
-    textColumn("value", (row) => shortTypes(text("layout", row.worst).split(": ")[0]), "minmax(124px, .5fr)", true),
-    textColumn("layouts", (row) => text("layout", row.worst).split(": ").slice(1).join(": "), "minmax(150px, 1.5fr)", true),
-    tailColumn("line", (row) => shortLine(text("line", row.worst)), "minmax(110px, .7fr)"),
+    spare(bytesColumn("bytes", (row) => row.bytes, "76px")),
+    spare(textColumn("phase", at("phase"), "64px")), textColumn("op", at("op"), "100px"), spare(textColumn("over", at("group"), "50px", true)),
+    tailColumn("module", (row) => row.module, "minmax(130px, 1.1fr)"),
+    spare(textColumn("value", (row) => shortTypes(text("layout", row.worst).split(": ")[0]), "minmax(104px, .5fr)", true)),
+    spare(textColumn("layouts", (row) => text("layout", row.worst).split(": ").slice(1).join(": "), "minmax(130px, 1.5fr)", true)),
+    spare(tailColumn("line", (row) => shortLine(text("line", row.worst)), "minmax(100px, .7fr)")),
   ];
   const pick = (row) => select(row.worst, { zoom: true });
   table.made = makeTable({ columns, rows: filteredRows(), pick, isSelected: isRowSelected, sort: { at: 2, isDown: true }, empty: "No communication has these words." });
@@ -112,8 +114,8 @@ function memoryTab() {
     if (i >= 0) select(i, { zoom: true });
   };
   const tensors = makeTable({ rows: role.held, pick, sort: { at: 0, isDown: true }, columns: [
-    bytesColumn("bytes", (h) => h.bytes), countColumn("tensors", (h) => h.count, "64px"), textColumn("kind", (h) => h.kind, "84px"), textColumn("first", (h) => h.name, "minmax(150px, 1fr)", true),
-    tailColumn("module", (h) => h.module, "minmax(150px, 1.2fr)"), tailColumn("line", (h) => shortLine(h.line), "minmax(130px, .8fr)")] });
+    bytesColumn("bytes", (h) => h.bytes), countColumn("tensors", (h) => h.count, "56px"), textColumn("kind", (h) => h.kind, "72px"), spare(textColumn("first", (h) => h.name, "minmax(110px, 1fr)", true)),
+    tailColumn("module", (h) => h.module, "minmax(120px, 1.2fr)"), spare(tailColumn("line", (h) => shortLine(h.line), "minmax(110px, .8fr)"))] });
   const said = `${bytesText(role.peak)} at ${timeText(role.peak_at)}; equal ones of repeated layers in a row; a click goes to the task that makes the first`;
   return [el("div", { class: "tools" }, chosen, said, el("button", { class: "tool", onclick: () => setRange(role.peak_at - TOTAL / 40, role.peak_at + TOTAL / 40) }, "Zoom to the peak")),
     el("div", { class: "pair" }, el("div", {}, byKind.root), el("div", {}, tensors.root))];
@@ -123,9 +125,9 @@ function memoryTab() {
 
 function errorTab() {
   const columns = [
-    textColumn("class of tasks", (row) => classText(row[0]), "150px"), countColumn("modelled tasks", (row) => row[1] || "", "110px"),
-    countColumn("measured tasks", (row) => row[2] || "", "110px"), timeColumn("modelled", (row) => row[3], "100px"), timeColumn("measured", (row) => row[4], "100px"),
-    { name: "difference", width: "100px", number: true, value: (row) => row[3] - row[4], show: (row) => signed(row[3] - row[4], timeText) },
+    textColumn("class of tasks", (row) => classText(row[0]), "minmax(150px, 1fr)"), spare(countColumn("modelled tasks", (row) => row[1] || "", "110px")),
+    spare(countColumn("measured tasks", (row) => row[2] || "", "110px")), timeColumn("modelled", (row) => row[3], "100px"), timeColumn("measured", (row) => row[4], "100px"),
+    { name: "difference", spare: true, width: "100px", number: true, value: (row) => row[3] - row[4], show: (row) => signed(row[3] - row[4], timeText) },
     { name: "error", width: "80px", number: true, value: (row) => (row[4] ? Math.abs(row[3] / row[4] - 1) : -1), show: errorCell }];
   const said = "Sums over all roles; error is modelled / measured − 1. The host's part of a measured step has no model.";
   return [el("div", { class: "tools" }, sourceTag(RUNS[0]), `${RUNS[0].profile} ${RUNS[0].version}`, sourceTag(RUNS[1]), `${RUNS[1].profile} ${RUNS[1].version}`, el("span", { class: "grow" }), said),
@@ -162,9 +164,9 @@ function diffTab() {
     timeColumn("B", (row) => row[3], "66px"), { name: "change", width: "72px", number: true, value: delta, show }] });
   const pick = (row) => filterBy([row[1], row[2], row[5]].join(" "));
   const what = makeTable({ rows: changed, pick, empty: "No communication differs.", columns: [
-    textColumn("", (row) => row[0], "56px"), changeColumn("exposed", 2), textColumn("phase", (row) => row[1], "60px"),
-    textColumn("op", (row) => row[2], "90px"), textColumn("over", (row) => row[3], "36px", true), tailColumn("module", (row) => row[5], "minmax(126px, 1fr)"),
-    textColumn("what changes", (row) => row[6], "minmax(186px, 2.4fr)")] });
+    textColumn("", (row) => row[0], "52px"), changeColumn("exposed", 2), spare(textColumn("phase", (row) => row[1], "60px")),
+    textColumn("op", (row) => row[2], "88px"), spare(textColumn("over", (row) => row[3], "36px", true)), tailColumn("module", (row) => row[5], "minmax(110px, 1fr)"),
+    textColumn("what changes", (row) => row[6], "minmax(110px, 2.4fr)")] });
   return [el("div", { class: "tools" }, share, el("span", { class: "grow" }), `${changed.length} of ${all.length} kinds of communication differ`),
     el("div", { class: "pair wide" }, el("div", {}, where.root), el("div", {}, what.root))];
 }
