@@ -282,3 +282,62 @@ def test_what_comes_before_the_first_layer_runs_with_it_where_its_input_is_pinne
     embedding = [n for n in homes if "embed_tokens" in origin_of(n).module and n.op == "call_function"]
     assert {origin_of(n).phase for n in embedding} >= {"forward", "backward"}
     assert {homes[n] for n in embedding} == {step.program.mesh.at(pp=0)}
+
+
+class Tabled(nn.Module):
+    """Four layers that read a table which follows from a buffer and positions, as rotary embeddings do. `counts`: the
+    buffer changes in every step."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("rates", torch.arange(1.0, 7.0), persistent=False)
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = torch.outer(torch.arange(4.0), self.rates).cos().softmax(-1)
+        if self.counts:
+            self.rates.add_(1.0)
+        for layer in self.layers:
+            x = F.relu(layer(x)) * table
+        return x
+
+
+def to_other_stages(made: Program) -> list[str]:
+    """The values that are sent in forward, but the loss, which all devices get."""
+    whole = made.mesh.num_devices
+    return [value for phase, value, _, target in crossings(made) if phase == "forward" and len(target) < whole]
+
+
+TABLE_BATCH = torch.arange(24.0).view(4, 6), torch.arange(24.0).view(4, 6)
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [("pp=4,dp=2", 4), ("pp=2", 2), ("dp=2,pp=2", 2)])
+def test_tables_of_constants_are_computed_on_every_stage(mesh: str, stages: int) -> None:
+    model = Tabled(counts=False)
+    step = assert_equals_eager(model, [TABLE_BATCH] * 2, mesh, loss=squares)
+    made = step.program
+    values = to_other_stages(made)
+    assert len(values) == len(set(values)) == stages - 1  # the activations, each to the next stage
+    assert all("mul" in value for value in values)
+    for role in made.roles:
+        assert sum(node.target is torch.ops.aten.cos.default for node in role.graph.nodes) == 1
+
+
+def test_tables_of_buffers_that_a_step_changes_are_sent() -> None:
+    step = assert_equals_eager(Tabled(counts=True), [TABLE_BATCH] * 2, "pp=2", loss=squares)
+    assert len(to_other_stages(step.program)) == 2
+
+
+def test_stages_of_a_llama_send_activations_only() -> None:
+    model, batch, loss = hugging_face("llama", layers=4, batch=4)
+    made = mw.compile(model, loss=loss, example=batch, mesh="pp=4,dp=2", accumulate=2).program
+    assert len(to_other_stages(made)) == 3
+
+
+def test_a_table_on_all_devices_does_not_hide_a_device_without_a_layer() -> None:
+    model = Tabled(counts=False)
+    plan = Plan.on({"layers.[01]": 0, "layers.[23]": 1})
+    with pytest.raises(PlanError, match="devices of the mesh have no layer"):
+        mw.compile(model, loss=squares, example=TABLE_BATCH, mesh="d=3", plan=plan)

@@ -6,7 +6,7 @@ nothing moves without need. By default everything runs on the program's mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from meshweave.errors import MeshError, PlanError
 from meshweave.ir.graph import Spec, StepGraph, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.traits import is_random
 from meshweave.place.operators import Pin
 
 aten = torch.ops.aten
@@ -28,9 +29,10 @@ def map_devices(step: StepGraph, modules: Mapping[str, Mesh], mesh: Mesh) -> dic
 
     `modules` are the modules that the plan places. Any other op runs where its largest operand is (among equals, on the
     mesh that comes last in the model); an op of only parameters and inputs of the step runs where it is first used, or
-    on the whole mesh. A gradient is computed where its forward op ran; a parameter is updated where it lives, which is
-    where it is first used. Raises MeshError with the user's line for devices that the mesh lacks, PlanError for idle
-    devices of the mesh.
+    on the whole mesh. What follows from buffers and numbers alone (tables of positions, masks) and is used on several
+    meshes is computed on all devices, which costs less than to send it. A gradient is computed where its forward op
+    ran; a parameter is updated where it lives, which is where it is first used. Raises MeshError with the user's line
+    for devices that the mesh lacks, PlanError for idle devices of the mesh.
     """
     mapper = _Mapper(step, modules, mesh)
     if mesh.num_devices > 1:
@@ -59,6 +61,7 @@ class _Mapper:
     params: dict[str, Mesh] = field(default_factory=dict)
     order: dict[fx.Node, int] = field(default_factory=dict)
     seen: dict[Mesh, int] = field(default_factory=dict)  # meshes in the order in which they get their first op
+    everywhere: set[fx.Node] = field(default_factory=set)  # constants of the step that several meshes use
 
     def run(self) -> None:
         self.order = {n: i for i, n in enumerate(self.step.graph.nodes)}
@@ -66,8 +69,9 @@ class _Mapper:
         ahead = [n for n in nodes if origin_of(n).phase in ("forward", "loss")]
         for node in ahead:
             self._set(node, self._forward(node))
+        self.everywhere = self._shared_constants(ahead)
         for node in reversed(ahead):
-            if node not in self.homes:
+            if node not in self.homes and node not in self.everywhere:
                 self._set(node, self._first_use(node))
         for node in ahead:
             if origin_of(node).call and (node in self.homes or not _is_left(node)):
@@ -94,6 +98,25 @@ class _Mapper:
         while module and module not in self.modules:
             module = module.rpartition(".")[0]
         return self.modules[module] if module else self._operands(node)
+
+    def _shared_constants(self, ahead: Sequence[fx.Node]) -> set[fx.Node]:
+        """The undecided ops whose values are equal in every step and on every device, and that several meshes use."""
+        written = {name for kind, name in self.step.results if kind == "buffer"}
+        fixed = {
+            node
+            for node, item in self.step.sources.items()
+            if item.kind == "constant" or (item.kind == "buffer" and item.name not in written)
+        }
+        for node in ahead:
+            is_fixed = set(node.all_input_nodes) <= fixed and not is_random(node.target)
+            if is_fixed and node.target is not PIN and node not in self.homes:
+                fixed.add(node)
+        used: dict[fx.Node, set[Mesh]] = {}
+        for node in reversed(ahead):
+            if node in fixed:
+                users = [user for user in node.users if user in self.homes or user in used]
+                used[node] = set().union(*({self.homes[u]} if u in self.homes else used[u] for u in users))
+        return {node for node, meshes in used.items() if len(meshes) > 1}
 
     def _of_program(self, wanted: Mesh, node: fx.Node) -> Mesh:
         missing = [d for d in wanted.devices if d not in self.mesh]
@@ -192,7 +215,11 @@ def _check_busy(mapper: _Mapper, mesh: Mesh) -> None:
     """Check that every device of the program runs an op of the forward pass."""
     meshes = {m for n, m in mapper.homes.items() if n.op == "call_function"}
     used = {device for m in meshes for device in m.devices}
-    open_ops = [n for n in mapper.order if n.op == "call_function" and n not in mapper.homes and _size(n) > 1]
+    open_ops = [
+        n
+        for n in mapper.order
+        if n.op == "call_function" and not (n in mapper.homes or n in mapper.everywhere) and _size(n) > 1
+    ]
     idle = [] if open_ops or not used else [d for d in mesh.devices if d not in used]
     if idle:
         raise PlanError(

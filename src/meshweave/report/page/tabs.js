@@ -160,13 +160,13 @@ function diffTab() {
     return { name, width: "74px", number: true, value: change, show: (row) => changeText(change(row)) };
   };
   const where = makeTable({ rows: split, columns: [
-    textColumn("phase", (row) => row[0], "60px"), textColumn("what", (row) => row[1], "minmax(140px, 1fr)"), timeColumn("A", (row) => row[2], "66px"),
+    textColumn("phase", (row) => row[0], "60px"), textColumn("what", (row) => row[1], "minmax(130px, 1fr)"), timeColumn("A", (row) => row[2], "66px"),
     timeColumn("B", (row) => row[3], "66px"), { name: "change", width: "72px", number: true, value: delta, show }] });
   const pick = (row) => filterBy([row[1], row[2], row[5]].join(" "));
   const what = makeTable({ rows: changed, pick, empty: "No communication differs.", columns: [
     textColumn("", (row) => row[0], "52px"), changeColumn("exposed", 2), spare(textColumn("phase", (row) => row[1], "60px")),
-    textColumn("op", (row) => row[2], "88px"), spare(textColumn("over", (row) => row[3], "36px", true)), tailColumn("module", (row) => row[5], "minmax(100px, 1fr)"),
-    textColumn("what changes", (row) => row[6], "minmax(104px, 2.4fr)")] });
+    textColumn("op", (row) => row[2], "88px"), spare(textColumn("over", (row) => row[3], "36px", true)), tailColumn("module", (row) => row[5], "minmax(92px, 1fr)"),
+    textColumn("what changes", (row) => row[6], "minmax(80px, 2.4fr)")] });
   return [el("div", { class: "tools" }, share, el("span", { class: "grow" }), `${changed.length} of ${all.length} kinds of communication differ`),
     el("div", { class: "pair wide" }, el("div", {}, where.root), el("div", {}, what.root))];
 }
