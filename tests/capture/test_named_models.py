@@ -113,3 +113,8 @@ def test_sequences_longer_than_the_context_say_how_to_set_it() -> None:
         load_source("gpt2", seq=2048, device="meta")
     text = caught.value.hint.rpartition(" ")[2]
     assert load_source(text, seq=2048, device="meta").batch["input_ids"].shape == (2, 2048)
+
+
+def test_the_documentation_lists_all_names() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert [name for name in named_models() if f"`{name}`" not in page] == []

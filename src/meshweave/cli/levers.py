@@ -114,16 +114,18 @@ class _Search:
         recomputed = start.recomputing("full")
         smallest = recomputed.accumulating(recomputed.most)
         for base in dict.fromkeys((start, recomputed, smallest)):
-            if self.peak(base) is not None and (found := self.singles(base)):
-                return found
+            if self.peak(base) is not None and (fitting := self.singles(base)):
+                return fitting
         return []
 
     def singles(self, base: Setting) -> list[Setting]:
         """Settings that fit and differ from `base` in what is recomputed, in the number of microbatches, or in the
         devices: more over fsdp, else over tp."""
         meshes = chain(self.sharded(base), self.meshes(base, "fsdp"), self.meshes(base, "tp"))
-        found = (next(filter(self.fits, way), None) for way in (self.recomputed(base), self.microbatches(base), meshes))
-        return [setting for setting in found if setting is not None]
+        fitting = (
+            next(filter(self.fits, way), None) for way in (self.recomputed(base), self.microbatches(base), meshes)
+        )
+        return [setting for setting in fitting if setting is not None]
 
     def recomputed(self, base: Setting) -> Iterator[Setting]:
         """Less is recomputed where there is much room."""
@@ -186,10 +188,10 @@ def levers(
 
     search = _Search(int(options.machine.usable_bytes), options.machine.devices_per_node, peak_of, known)
     known[setting] = _peak(simulation)
-    found = search.run(setting)
+    fitting = search.run(setting)
     is_stated = options.batch is not None
     lines = []
-    for lever in found:
+    for lever in fitting:
         needed, times = known[lever], Mesh(lever.mesh).num_devices // Mesh(setting.mesh).num_devices
         assert needed is not None
         more = f" on {times}x the devices" if times > 1 else ""

@@ -179,7 +179,7 @@ def _result(
     if len(simulations) == 1:
         screen.result(True, mesh=simulations[0].mesh, **scheduled, **simulations[0].as_dict())
         return
-    each = [{"mesh": one.mesh, "title": one.title, **one.as_dict()} for one in simulations]
+    each = [{"mesh": item.mesh, "title": item.title, **item.as_dict()} for item in simulations]
     screen.result(True, best=best_of(simulations), simulations=each, diff=rows, **scheduled)
 
 

@@ -166,7 +166,7 @@ function diffTab() {
   const what = makeTable({ rows: changed, pick, empty: "No communication differs.", columns: [
     textColumn("", (row) => row[0], "52px"), changeColumn("exposed", 2), spare(textColumn("phase", (row) => row[1], "60px")),
     textColumn("op", (row) => row[2], "88px"), spare(textColumn("over", (row) => row[3], "36px", true)), tailColumn("module", (row) => row[5], "minmax(92px, 1fr)"),
-    textColumn("what changes", (row) => row[6], "minmax(80px, 2.4fr)")] });
+    textColumn("what changes", (row) => row[6], "minmax(100px, 2.4fr)")] });
   return [el("div", { class: "tools" }, share, el("span", { class: "grow" }), `${changed.length} of ${all.length} kinds of communication differ`),
     el("div", { class: "pair wide" }, el("div", {}, where.root), el("div", {}, what.root))];
 }
