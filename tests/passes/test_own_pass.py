@@ -104,7 +104,7 @@ def test_a_pass_of_a_users_is_not_taken_from_a_cache() -> None:
 
 def test_on_the_command_line() -> None:
     model = "examples/mlp.py:factory"
-    arguments = ["simulate", model, "--mesh", "dp=2", "--profile", "h100", "--passes", f"overlap,{OWN}:Negated"]
+    arguments = ["simulate", model, "--mesh", "dp=2", "--profile", "h100", "-v", "--passes", f"overlap,{OWN}:Negated"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "sums of negated parts" in result.output

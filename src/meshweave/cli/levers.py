@@ -186,7 +186,7 @@ def levers(
         unsearched = replace(tried, passes=",".join(parts) or "none")
         return _peak(simulated(_with(options, unsearched), tried.mesh, tried.plan))
 
-    search = _Search(int(options.machine.usable_bytes), options.machine.devices_per_node, peak_of, known)
+    search = _Search(max(1, int(options.machine.usable_bytes)), options.machine.devices_per_node, peak_of, known)
     known[setting] = _peak(simulation)
     fitting = search.run(setting)
     is_stated = options.batch is not None
