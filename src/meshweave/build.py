@@ -45,7 +45,7 @@ from meshweave.place.plans import Plan, Resolved
 from meshweave.place.rates import Rates, rates_of
 from meshweave.place.resolve import check_axes, resolve, usual_stages
 from meshweave.place.row_lookups import check_own_rows
-from meshweave.place.search import choose_tp
+from meshweave.place.search import choose_tp, with_short_updates
 from meshweave.place.sequences import keep_sequences_apart
 from meshweave.place.sums import sum_bytes
 from meshweave.program import PlanInputs, Planned, Program
@@ -212,7 +212,7 @@ def _choose_styles(
     axes = [axis for axis in resolved.auto_axes if not (resolved.is_default and axis in named)]
     if not axes:
         return resolved
-    place_by = placing.place_by(captured, resolved, units)
+    place_by = placing.place_by(with_short_updates(captured), resolved, units)
     for axis in axes:
         resolved = choose_tp(source.model, resolved, axis, place_by, placing.price)
     return resolved

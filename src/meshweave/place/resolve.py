@@ -141,8 +141,7 @@ def _style(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> No
     modules = _matching(entry.glob, dict(model.named_modules()))
     if not modules:
         raise _nothing(entry.glob, (n for n, _ in model.named_modules() if n), "module")
-    for name in modules:
-        apply_style(resolved, model, name, entry.text, entry.axis, entry.glob)
+    apply_style(resolved, model, modules, entry.text, entry.axis, entry.glob)
 
 
 def _hf_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
@@ -158,12 +157,12 @@ def _hf_tp(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> No
     for glob, style in styles.items():
         of_modules = _matching(glob, modules)
         apply = apply_style if of_modules else apply_param_style
-        for name in of_modules or _matching(glob, params):
-            hits += 1
-            if style not in HF_STYLES:
-                raise PlanError(f"tp style '{style}' is not supported", where=name, expected=", ".join(HF_STYLES))
-            if HF_STYLES[style]:
-                apply(resolved, model, name, HF_STYLES[style], entry.axis, glob)
+        names = [*(of_modules or _matching(glob, params))]
+        hits += len(names)
+        if names and style not in HF_STYLES:
+            raise PlanError(f"tp style '{style}' is not supported", where=names[0], expected=", ".join(HF_STYLES))
+        if names and HF_STYLES[style]:
+            apply(resolved, model, names, HF_STYLES[style], entry.axis, glob)
     if not hits:
         raise PlanError("the model's tp plan matches none of its modules", got=", ".join(styles))
 

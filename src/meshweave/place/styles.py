@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -49,38 +49,42 @@ def style_dims(module: nn.Module) -> Mapping[str, Mapping[str, int]] | None:
     return next((_TABLES[c.__name__] for c in type(module).__mro__ if c.__name__ in _TABLES), None)
 
 
-def apply_style(resolved: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
-    """Record what a style requires of a module's parameters and values."""
-    module = model.get_submodule(name)
-    if style == "sequence":
-        resolved.pins.append((name, "out", f"{axis}=1"))
-        return
-    if style == "replicate":
-        for param, _ in module.named_parameters(prefix=name):
-            resolved.shard(param, axis, None, where)
-        return
-    table = style_dims(module)
-    if table is None:
-        raise PlanError(
-            f"{style} means nothing for a {type(module).__name__}",
-            where=f"{name} (from {where})",
-            expected=f"a module of type {', '.join(_TABLES)}",
-            hint="give its parameters layouts instead",
-        )
+def apply_style(resolved: Resolved, model: nn.Module, names: Iterable[str], style: str, axis: str, where: str) -> None:
+    """Record what a style requires of the parameters and values of the modules `names`."""
     canonical = {id(p): n for n, p in model.named_parameters()}
-    for param, value in module.named_parameters(recurse=False):
-        resolved.shard(canonical[id(value)], axis, table[style].get(param), where)
+    for name in names:
+        module = model.get_submodule(name)
+        if style == "sequence":
+            resolved.pins.append((name, "out", f"{axis}=1"))
+            continue
+        if style == "replicate":
+            for param, _ in module.named_parameters(prefix=name):
+                resolved.shard(param, axis, None, where)
+            continue
+        table = style_dims(module)
+        if table is None:
+            raise PlanError(
+                f"{style} means nothing for a {type(module).__name__}",
+                where=f"{name} (from {where})",
+                expected=f"a module of type {', '.join(_TABLES)}",
+                hint="give its parameters layouts instead",
+            )
+        for param, value in module.named_parameters(recurse=False):
+            resolved.shard(canonical[id(value)], axis, table[style].get(param), where)
 
 
-def apply_param_style(resolved: Resolved, model: nn.Module, name: str, style: str, axis: str, where: str) -> None:
-    """Record what a style requires of a parameter without a module of its own, such as a stack of matrices [e, out,
+def apply_param_style(
+    resolved: Resolved, model: nn.Module, names: Iterable[str], style: str, axis: str, where: str
+) -> None:
+    """Record what a style requires of parameters without a module of their own, such as a stack of matrices [e, out,
     in].
 
     Colwise cuts the second last dim (a vector's only dim), rowwise the last (no vector), experts the first.
     """
-    rank = model.get_parameter(name).dim()
-    dims = {"colwise": max(rank - 2, 0), "rowwise": rank - 1 if rank > 1 else None, "experts": 0}
-    resolved.shard(name, axis, dims.get(style), where)
+    for name in names:
+        rank = model.get_parameter(name).dim()
+        dims = {"colwise": max(rank - 2, 0), "rowwise": rank - 1 if rank > 1 else None, "experts": 0}
+        resolved.shard(name, axis, dims.get(style), where)
 
 
 def hugging_face_plan(model: nn.Module, *attributes: str) -> dict[str, str]:
