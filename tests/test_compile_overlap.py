@@ -186,7 +186,7 @@ def test_simulate_shows_before_and_after(net: str) -> None:
     assert gain["seconds_before"] == plain["seconds"]
     assert gain["seconds"] == found["seconds"] < plain["seconds"]
     assert gain["roles"][0]["num_merged"] > 2
-    shown = CliRunner().invoke(app, ["simulate", net, "--mesh", "fsdp=8", "--passes", "overlap"]).output
+    shown = CliRunner().invoke(app, ["simulate", net, "--mesh", "fsdp=8", "--passes", "overlap", "-v"]).output
     assert "overlap: step" in shown
     assert "merged into" in shown
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models import hugging_face
 from tests.processes import Job
 from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.cost.hardware.schema import Links
-from meshweave.cost.simulate.step import least_bytes_of_step, simulate_roles
+from meshweave.cost.simulate.step import least_bytes_of_step, peak_bytes_of_step, simulate_roles
 from meshweave.passes import pipeline_of
 from meshweave.passes.pipeline import optimize
 from meshweave.runtime.cluster import shutdown
@@ -146,6 +147,22 @@ def test_what_cannot_fit_is_not_searched() -> None:
     assert replace(step.program, optimized=found).notes[-1] == found.note
     capped = optimize(step.program.placed, roles, profile, replace(pipeline_of("default"), memory_cap_bytes=1 << 30))
     assert capped.variants  # the cap of the caller counts, not the machine's memory
+
+
+def test_a_step_that_fits_still_fits_with_the_passes() -> None:
+    """Rooms around the peak of the plain step: exactly there this step's best order needs 1.4% more."""
+    model, example, loss = hugging_face("llama", layers=4, batch=32)
+    optimizer, h100 = torch.optim.AdamW(model.parameters()), mw.load_profile("h100")
+    step = mw.compile(
+        model, loss=loss, example=example, mesh="fsdp=2", optimizer=optimizer, profile=h100, passes="none"
+    )
+    peak = peak_bytes_of_step(step.program.expanded, h100)
+    assert peak == simulate_roles(step.program.expanded, h100).peak_bytes
+    for room, is_left in ((peak, True), (int(1.05 * peak), False)):
+        profile = replace(h100, memory=replace(h100.memory, bytes=room, reserved_bytes=0, reserved_fraction=0.0))
+        taken = optimize(step.program.placed, step.program.expanded, profile, pipeline_of("default"))
+        assert peak_bytes_of_step(taken.roles, h100) <= room
+        assert ("because only so the step fits" in taken.note) == is_left
 
 
 def test_virtual_devices_take_the_plain_step() -> None:

@@ -112,12 +112,12 @@ def _groups(nodes: Sequence[fx.Node]) -> Iterator[list[list[fx.Node]]]:
         chains.update(dict.fromkeys(whole, whole))
     order = {node: i for i, node in enumerate(nodes)}
     group, size = list[list[fx.Node]](), 0
-    for one in {id(c): c for c in chains.values()}.values():
-        elements = max(n.meta["spec"].num_elements for n in one)
+    for members in {id(c): c for c in chains.values()}.values():
+        elements = max(n.meta["spec"].num_elements for n in members)
         if group and size + elements > GROUP:
             yield group
             group, size = [], 0
-        group.append(sorted(one, key=order.__getitem__))
+        group.append(sorted(members, key=order.__getitem__))
         size += elements
     if group:
         yield group
@@ -149,7 +149,7 @@ class _Group:
         outputs = [n for n in nodes if n in self.kept or any(user not in self.number for user in n.users)]
         lines = ["def run(x, device):"]
         lines += [f"    r{i} = {self._row(list(row))}" for i, row in enumerate(self.rows.values())]
-        lines += ["    x.clear()", f"    return [{', '.join(map(self._one, outputs))}]"]
+        lines += ["    x.clear()", f"    return [{', '.join(map(self._text_of, outputs))}]"]
         exec(compile("\n".join(lines), "<meshweave: batched updates>", "exec"), self.names)
         return Fused(tuple(nodes), tuple(self.inputs), tuple(outputs), self.names["run"])
 
@@ -161,7 +161,7 @@ class _Group:
             return "row", self.number[value][0]
         return ("scalar", value) if _is_scalar(value) else ("input",)
 
-    def _one(self, value: Any) -> str:
+    def _text_of(self, value: Any) -> str:
         if not isinstance(value, fx.Node):
             return repr(value)
         if value in self.number:
@@ -171,7 +171,7 @@ class _Group:
 
     def _all(self, values: Sequence[fx.Node]) -> str:
         row = self._whole_row(values)
-        return f"r{row}" if row is not None else f"[{', '.join(map(self._one, values))}]"
+        return f"r{row}" if row is not None else f"[{', '.join(map(self._text_of, values))}]"
 
     def _whole_row(self, values: Sequence[fx.Node]) -> int | None:
         number, _ = self.number.get(values[0], (None, 0))
@@ -188,9 +188,9 @@ class _Group:
         function = None if kwargs or _is_shared(first) else self._foreach(target, others, "")
         if len(row) == 1 or function is None:
             name = self._named(target)
-            calls = (f"{name}({', '.join(map(self._one, n.args))}{_keywords(n.kwargs)})" for n in row)
+            calls = (f"{name}({', '.join(map(self._text_of, n.args))}{_keywords(n.kwargs)})" for n in row)
             return f"[{', '.join(calls)}]"
-        texts = [self._all(first), *(self._one(o[0]) if _is_shared(o) else self._all(o) for o in others)]
+        texts = [self._all(first), *(self._text_of(o[0]) if _is_shared(o) else self._all(o) for o in others)]
         in_place = self._foreach(target, others, "_") if self._is_last(row, first) else None
         if in_place is not None:
             return f"{texts[0]}; {self._named(in_place)}({', '.join(texts)})"

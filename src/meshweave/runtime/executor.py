@@ -153,8 +153,7 @@ def compile_tasks(
         return Task(step, function, args, kwargs, out, frees, is_flat, *kind, None, owns, step in renewals)
 
     tasks = tuple(tuple(task(step) for step in part) for part in steps)
-    inputs = tuple(slot[n] for n in sources)
-    outputs = tuple(slot[n] for n in results)
+    inputs, outputs = tuple(slot[n] for n in sources), tuple(slot[n] for n in results)
     return Compiled(graph, tasks, inputs, outputs, len(slot), tuple(slot), tuple(sorted(slot[n] for n in prepared)))
 
 
