@@ -188,9 +188,9 @@ def is_configuration(text: str) -> bool:
 
 def _published(text: str, target: str, overrides: Mapping[str, Any]) -> Any:
     """The configuration of a name, a folder or a repository, with other values of some fields; None for a type."""
-    auto_config, named = _transformers().AutoConfig, named_models().get(text.partition("?")[0])
+    named = named_models().get(text.partition("?")[0])
     if named is not None:
-        plain = auto_config.for_model(named.model_type)
+        plain = _plain(named.model_type)
         fields = {key: _value(value) if isinstance(value, str) else value for key, value in named.fields.items()}
         return _configured(plain, {**fields, "use_cache": False, **_checked(plain, overrides, text)}, text)
     if "/" not in target and not Path(target).is_dir():

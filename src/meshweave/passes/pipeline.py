@@ -154,16 +154,20 @@ def optimize(
     """
     passes = pipeline.of("written", "ordered")
     program = MeshProgram(roles, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
+
+    def unchanged(note: str) -> Optimized:
+        return Optimized(roles=roles, expanded=roles, unscheduled=roles, note=note)
+
     try:
         for each_pass in passes:
             _check_costs(each_pass, roles, costs)
-        if note := _why_unfit(passes, roles, costs, pipeline):
-            return Optimized(roles=roles, expanded=roles, unscheduled=roles, note=note)
+        if note := _why_none_searched(passes, roles, costs, pipeline):
+            return unchanged(note)
         chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
     except MeshweaveError as error:
         if not pipeline.is_default or isinstance(error, NoOrderError | VerifyError):
             raise
-        return Optimized(roles=roles, expanded=roles, unscheduled=roles, note=error.what)
+        return unchanged(error.what)
     optimized = Optimized(
         roles=chosen.program.roles,
         expanded=roles,
@@ -172,21 +176,29 @@ def optimize(
         rewrites=chosen.rewrites,
         variants=variants,
     )
-    if note := _why_left(optimized, roles, costs, pipeline, microbatches):
-        optimized = Optimized(roles=roles, expanded=roles, unscheduled=roles, note=note)
+    if note := _why_none_taken(optimized, roles, costs, pipeline, microbatches):
+        optimized = unchanged(note)
     if optimized.roles is not roles or pipeline.of("expanded"):
         prove(placed, optimized)
     return optimized
 
 
-def _why_unfit(passes: Collection[Pass[Any]], roles: tuple[RankGraph, ...], costs: Costs, pipeline: Pipeline) -> str:
-    """Why no pass is searched that would be compared: the step does not fit, whatever they do; "" if it may fit. With
-    passes that are not among the default ones nothing is known, and under a cap the error has to name the least peak.
-    """
-    is_searched = any(each.is_compared for each in passes) and {each.name for each in passes} <= {*GROUPS["default"]}
-    if not is_searched or pipeline.memory_cap_bytes is not None or not isinstance(costs, MachineProfile):
+def _machine_of_default(pipeline: Pipeline, costs: Costs) -> MachineProfile | None:
+    """The machine whose memory decides about default passes: without a cap, beside which an error has to name the least
+    peak, and without other passes, of which nothing is known."""
+    names = {each.name for each in pipeline.of("written", "ordered")}
+    is_open = pipeline.memory_cap_bytes is None and names <= {*GROUPS["default"]}
+    return costs if is_open and isinstance(costs, MachineProfile) else None
+
+
+def _why_none_searched(
+    passes: Collection[Pass[Any]], roles: tuple[RankGraph, ...], costs: Costs, pipeline: Pipeline
+) -> str:
+    """Why no pass is searched that would be compared: the step does not fit, whatever they do; "" if it may fit."""
+    machine = _machine_of_default(pipeline, costs)
+    if machine is None or not any(each.is_compared for each in passes):
         return ""
-    least, room = least_bytes_of_step(roles, costs), int(costs.usable_bytes)
+    least, room = least_bytes_of_step(roles, machine), int(machine.usable_bytes)
     if least <= room:
         return ""
     return (
@@ -195,21 +207,21 @@ def _why_unfit(passes: Collection[Pass[Any]], roles: tuple[RankGraph, ...], cost
     )
 
 
-def _why_left(
+def _why_none_taken(
     optimized: Optimized, roles: tuple[RankGraph, ...], costs: Costs, pipeline: Pipeline, microbatches: int
 ) -> str:
-    """Why a step is left as it was: only so it fits the machine's memory; "" if it does not matter.
+    """Why a step is as it was: only so it fits the machine's memory; "" if it does not matter.
 
     The scheduler counts every op's result, also those that a kernel never writes. Where even the step's own order is
     above the memory by that count, it allows as much as that order has, which may be too much."""
-    names = {each.name for each in pipeline.of("written", "ordered")}
-    if pipeline.memory_cap_bytes is not None or not isinstance(costs, MachineProfile) or names - {*GROUPS["default"]}:
+    machine = _machine_of_default(pipeline, costs)
+    if machine is None:
         return ""
-    room = int(costs.usable_bytes)
+    room = int(machine.usable_bytes)
     if all(report.peak_bytes <= room for report in optimized.overlap):
         return ""
-    after = peak_bytes_of_step(optimized.roles, costs, microbatches)
-    if after <= room or peak_bytes_of_step(roles, costs, microbatches) > room:
+    after = peak_bytes_of_step(optimized.roles, machine, microbatches)
+    if after <= room or peak_bytes_of_step(roles, machine, microbatches) > room:
         return ""
     return (
         f"no pass was taken, because only so the step fits: with the passes {bytes_text(after)} would be live at once, "

@@ -55,21 +55,16 @@ def _batched(nodes: Sequence[fx.Node], kept: Collection[fx.Node]) -> list[Step]:
     are, if communications would have another order."""
     steps: list[Step] = []
     for alone, small in _rounds(nodes):
-        waiting = [(group, _needed(group, alone)) for group in _groups(small)]
-        for node in (None, *alone):
-            if node is not None:
-                steps.append(node)
-            for group, needed in list(waiting):
-                needed.discard(node)
-                if not needed:
-                    waiting.remove((group, needed))
-                    steps += [_Group(group, kept).fused()] if len(group) > 1 else group[0]
+        place = {node: i for i, node in enumerate(alone)}
+        ready: dict[int, list[Step]] = {}  # groups, by the place of the last node that they need
+        for group in _groups(small):
+            needed = (place[n] for node in chain.from_iterable(group) for n in node.all_input_nodes if n in place)
+            own = [_Group(group, kept).fused()] if len(group) > 1 else group[0]
+            ready.setdefault(max(needed, default=-1), []).extend(own)
+        steps += ready.get(-1, [])
+        for i, node in enumerate(alone):
+            steps += [node, *ready.get(i, [])]
     return steps if _communications(steps) == _communications(nodes) else list(nodes)
-
-
-def _needed(group: Sequence[Sequence[fx.Node]], nodes: Collection[fx.Node]) -> set[fx.Node | None]:
-    own = set(nodes)
-    return {n for node in chain.from_iterable(group) for n in node.all_input_nodes if n in own}
 
 
 def _communications(steps: Sequence[Step]) -> list[Step]:

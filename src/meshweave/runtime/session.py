@@ -327,9 +327,8 @@ class Session:
     def _build(self, meter: Meter | None, fuse: Fuser | None = None) -> None:
         """The tasks of each local device, and their executor. Unless `fuse` says what runs together, small updates do
         on processors."""
-        if fuse is None and self.world.device.type == "cpu":
-            fuse = batched_updates
-        self.ranks, early = self._compiled(fuse)
+        together = batched_updates if self.world.device.type == "cpu" else None
+        self.ranks, early = self._compiled(fuse or together)
         self.executor = self.world.executor(self.roles, self.ranks, meter)
         graphs = self._recorder(fuse is not None)
         if graphs is not None and isinstance(self.executor, SerialExecutor):
