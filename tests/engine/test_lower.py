@@ -1,4 +1,4 @@
-"""Rank graphs as schedules: which copies there are, who waits for whom, and what does not belong together."""
+"""Rank graphs as task graphs: which copies there are, who waits for whom, and what does not belong together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.effort import calls_of
 from torch import fx
 
 from meshweave.engine.lower import Lowered, lower, lower_roles
-from meshweave.engine.schedule import ANY_PART, cycle, run_order
+from meshweave.engine.task_graph import ANY_PART, cycle, run_order
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Origin, Spec, op_name
@@ -61,7 +61,7 @@ def role(
 
 
 def needs(lowered: Lowered) -> dict[int, tuple[int, ...]]:
-    return {task: needs for task, needs in enumerate(lowered.schedule.needs) if needs}
+    return {task: needs for task, needs in enumerate(lowered.graph.needs) if needs}
 
 
 def names(lowered: Lowered, stream: int) -> list[str]:
@@ -74,9 +74,9 @@ def names(lowered: Lowered, stream: int) -> list[str]:
 def test_a_collective_of_two_devices() -> None:
     lowered = lower([role(Mesh("a=2"), [("op", "f"), (REDUCE, "sum", "a"), ("op", "g"), ("wait", "all_reduce")])])
     assert names(lowered, 0) == names(lowered, 1) == ["f", "all_reduce", "g", "wait"]
-    assert lowered.schedule.streams == ((0, 1, 2, 3), (4, 5, 6, 7), (8,))
+    assert lowered.graph.streams == ((0, 1, 2, 3), (4, 5, 6, 7), (8,))
     assert needs(lowered) == {3: (8,), 7: (8,), 8: (1, 5)}
-    assert lowered.schedule.parts == (*[0] * 8, ANY_PART)
+    assert lowered.graph.parts == (*[0] * 8, ANY_PART)
     assert lowered.owners == ((0,), (1,))
     (copy,) = lowered.copies
     assert (copy.op, copy.key, copy.args, copy.sources, copy.targets) == (REDUCE, "a", ("sum",), (1, 5), (3, 7))
@@ -91,9 +91,9 @@ def test_every_group_has_a_channel_with_its_members_in_order() -> None:
     """Over (b, a) the members of the whole group stand in another order than the devices."""
     graph = role(Mesh("a=2,b=2"), [(REDUCE, "sum", "a"), (REDUCE, "sum", "b,a"), (REDUCE, "max", "a")])
     lowered = lower([graph])
-    assert len(lowered.schedule.streams) == 4 + 3
-    starts = [[lowered.schedule.stream_of[task] for task in copy.sources] for copy in lowered.copies]
-    channels = [tuple(t - lowered.first_copy for t in line) for line in lowered.schedule.streams[4:]]
+    assert len(lowered.graph.streams) == 4 + 3
+    starts = [[lowered.graph.stream_of[task] for task in copy.sources] for copy in lowered.copies]
+    channels = [tuple(t - lowered.first_copy for t in line) for line in lowered.graph.streams[4:]]
     assert channels == [(0, 1), (2,), (3, 4)]
     assert starts == [[0, 2], [0, 2], [0, 2, 1, 3], [1, 3], [1, 3]]
     assert [copy.args for copy in lowered.copies] == [("sum",), ("max",), ("sum",), ("sum",), ("max",)]
@@ -103,7 +103,7 @@ def test_parts_are_as_large_as_said() -> None:
     made = role(Mesh("a=2"), [("op", "f"), ("op", "g"), ("op", "h")])
     first, *rest = (node for node in made.graph.nodes if node.op == "call_function")
     lowered = lower([made], parts=[([first], [], rest)])
-    assert lowered.schedule.parts == (0, 2, 2, 0, 2, 2)
+    assert lowered.graph.parts == (0, 2, 2, 0, 2, 2)
 
 
 # permutes
@@ -120,7 +120,7 @@ def test_a_device_waits_only_for_what_a_permute_brings_it_and_takes_from_it() ->
     """(a, b) to (b, a): the first and the last device keep what they have, the two between change places."""
     lowered = lower([turned("[{a,b}, {}]", "[{b,a}, {}]", ("a", "b"))])
     assert lowered.owners == ((2,), (0,), (3,), (1,))
-    assert lowered.schedule.streams[4:] == ((12,), (13,), (14,), (15,))
+    assert lowered.graph.streams[4:] == ((12,), (13,), (14,), (15,))
     assert needs(lowered) == {2: (12,), 5: (13, 14), 8: (13, 14), 11: (15,), 12: (0,), 13: (3, 6), 14: (6, 3), 15: (9,)}
     assert [copy.messages[0].receiver for copy in lowered.copies] == [2, 0, 3, 1]
 
@@ -130,7 +130,7 @@ def test_groups_of_a_permute_do_not_wait_for_each_other() -> None:
     graph = turned("[{b}, {}]", "[{}, {b}]", ("b",))
     lowered = lower([graph])
     for copy in lowered.copies:
-        starts = {lowered.owners[lowered.schedule.stream_of[task]][0] for task in copy.sources}
+        starts = {lowered.owners[lowered.graph.stream_of[task]][0] for task in copy.sources}
         assert starts in ({2, 0}, {3, 1})
     half = role(graph.mesh, [("op", "f")], [3, 1], transfers=graph.transfers)
     alone = lower([replace(graph, devices=(2, 0)), half])
@@ -164,7 +164,7 @@ def scatter() -> list[RankGraph]:
 def test_a_transfer_is_a_copy_per_receiver() -> None:
     """The receiver waits for its own copy, the sender for both."""
     lowered = lower(scatter())
-    assert lowered.schedule.streams == ((0, 1), (2, 3), (4, 5), (6,), (7,))
+    assert lowered.graph.streams == ((0, 1), (2, 3), (4, 5), (6,), (7,))
     assert needs(lowered) == {1: (6, 7), 3: (6,), 5: (7,), 6: (2, 0), 7: (4, 0)}
     boxes = [Box((0,), (3,)), Box((3,), (2,))]
     assert [copy.messages for copy in lowered.copies] == [(Message(0, 1, boxes[0]),), (Message(0, 2, boxes[1]),)]
@@ -309,7 +309,7 @@ def test_roles_meet_at_every_communication() -> None:
     )
     assert lowered.owners == ((0,), (1, 2))
     assert names(lowered, 1) == ["transfer", "all_reduce", "transfer_1"]
-    assert lowered.schedule.streams == ((0, 1), (2, 3, 4), (5,), (6,), (7,))
+    assert lowered.graph.streams == ((0, 1), (2, 3, 4), (5,), (6,), (7,))
     assert needs(lowered) == {1: (5,), 3: (5,), 4: (7,), 5: (0, 2), 6: (1, 4), 7: (3,)}
     assert [str(copy) for copy in lowered.copies] == [
         "transfer over t0",
@@ -325,7 +325,7 @@ def test_roles_that_come_in_another_order_do_not_end() -> None:
     lowered = lower_roles(
         [role(ALL, calls, mesh.devices, meshes, table) for calls, mesh in zip(orders, (ONE, TWO), strict=True)]
     )
-    circle = cycle(lowered.schedule, run_order(lowered.schedule))
+    circle = cycle(lowered.graph, run_order(lowered.graph))
     assert [lowered.describe(task) for task in circle] == [
         "transfer (transfer_1) on device 0 model.py:2 [forward]",
         "transfer over t0 (transfer) model.py:1 [forward]",
@@ -351,8 +351,8 @@ def test_the_work_for_roles_of_1024_devices_grows_with_their_nodes() -> None:
     lowered = lower_roles(roles)
 
     def run() -> list[int]:
-        schedule = lower_roles(roles).schedule
-        return cycle(schedule, run_order(schedule))
+        graph = lower_roles(roles).graph
+        return cycle(graph, run_order(graph))
 
     assert run() == []
     assert calls_of(run) < 100 * 12_000

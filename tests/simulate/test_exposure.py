@@ -10,7 +10,7 @@ from meshweave.cost.simulate.exposure import Exposure, exposure_of
 from meshweave.cost.simulate.kernels import Kernel
 from meshweave.cost.simulate.step import times_of
 from meshweave.cost.simulate.tasks import RoleTasks, SimulatedTask, Tasks
-from meshweave.engine.schedule import Schedule
+from meshweave.engine.task_graph import TaskGraph
 from meshweave.ir.collectives import WAIT, functional
 from meshweave.ir.graph import Origin, Spec
 from meshweave.ir.mesh import Mesh
@@ -85,11 +85,11 @@ class Step:
             if wait is not None:
                 self.needs[wait].append(task)
         streams = (tuple(self.stream), *map(tuple, channels.values()))
-        schedule = Schedule(streams, tuple(map(tuple, self.needs)), (0,) * len(self.tasks))
+        graph = TaskGraph(streams, tuple(map(tuple, self.needs)), (0,) * len(self.tasks))
         self.graph.output(())
         role = RankGraph(self.graph, Mesh("a=2"), (), (), (), ())
         held = RoleTasks(role, Local(0, self.values, {}), (), tuple(self.stream))
-        tasks = Tasks(schedule=schedule, tasks=tuple(self.tasks), roles=(held,), streams=("compute", *channels))
+        tasks = Tasks(graph=graph, tasks=tuple(self.tasks), roles=(held,), streams=("compute", *channels))
         times = times_of(tasks, lambda levels: 1.0)
         return exposure_of(tasks, times), tasks, times.seconds
 

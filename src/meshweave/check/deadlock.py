@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from meshweave.engine.lower import Lowered, lower_roles
 from meshweave.engine.match import devices_text
-from meshweave.engine.schedule import cycle, run_order
+from meshweave.engine.task_graph import cycle, run_order
 from meshweave.errors import VerifyError
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph
@@ -35,7 +35,7 @@ def check_deadlock(roles: Sequence[RankGraph]) -> DeadlockFreedom:
     """Raise VerifyError if devices would wait for ever, with the cycle, a line per hop; else return what was proven.
     Starts that do not match, or that a role never reaches, are an error too."""
     lowered = lower_roles(roles)
-    if circle := cycle(lowered.schedule, run_order(lowered.schedule)):
+    if circle := cycle(lowered.graph, run_order(lowered.graph)):
         hops = list(_hops(lowered, circle))
         raise VerifyError(
             "devices wait for each other in a circle",
@@ -48,7 +48,7 @@ def check_deadlock(roles: Sequence[RankGraph]) -> DeadlockFreedom:
 
 def _hops(lowered: Lowered, circle: Sequence[int]) -> Iterator[str]:
     """Which roles are in which communication of the cycle, and which have not reached it."""
-    schedule, first_copy = lowered.schedule, lowered.first_copy
+    graph, first_copy = lowered.graph, lowered.first_copy
     # A cycle has no beginning: list it from the start of a role, which cannot begin before the next copy.
     begin = next(i for i, task in enumerate(circle) if task < first_copy)
     tasks = [*circle[begin:], *circle[:begin], circle[begin]]
@@ -57,9 +57,9 @@ def _hops(lowered: Lowered, circle: Sequence[int]) -> Iterator[str]:
         if task < first_copy:
             waiting = task
         elif following < first_copy:
-            stream = schedule.stream_of[waiting]
-            own = next(t for t in schedule.needs[task] if schedule.stream_of[t] == stream)
-            node, owners = lowered.node(own), lowered.owners[schedule.stream_of[following]]
+            stream = graph.stream_of[waiting]
+            own = next(t for t in graph.needs[task] if graph.stream_of[t] == stream)
+            node, owners = lowered.node(own), lowered.owners[graph.stream_of[following]]
             copy = lowered.copies[task - first_copy]
             yield (
                 f"{devices_text(lowered.owners[stream])} in {copy} ({node.name}), {origin_of(node)}, "

@@ -1,4 +1,4 @@
-"""Rank graphs as schedules: a stream per device or role, a stream per channel, and dependencies.
+"""Rank graphs as task graphs: a stream per device or role, a stream per channel, and dependencies.
 
 A communication is a task of its own, a `ChannelCopy`, between the nodes that start it and those that wait for it. It
 runs in a channel: one per group of devices, and for transfers one per receiver and pair of meshes or, within a mesh,
@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from meshweave.engine.match import Channel, Matches, Start, devices_text, match_transfer, plain_args
-from meshweave.engine.schedule import ANY_PART, Schedule
+from meshweave.engine.task_graph import ANY_PART, TaskGraph
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
@@ -45,11 +45,11 @@ class ChannelCopy:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A schedule and the meaning of its tasks. Stream i runs `nodes[i]` for `owners[i]`, a device or the devices of a
+    """A task graph and the meaning of its tasks. Stream i runs `nodes[i]` for `owners[i]`, a device or the devices of a
     role; later streams are channels, which belong to no part, and run the `copies`, which are the last tasks, in
     order."""
 
-    schedule: Schedule
+    graph: TaskGraph
     owners: tuple[tuple[int, ...], ...]
     nodes: tuple[tuple[fx.Node, ...], ...]
     copies: tuple[ChannelCopy, ...]
@@ -57,19 +57,19 @@ class Lowered:
     @property
     def first_copy(self) -> int:
         """The number of the first copy among the tasks."""
-        return self.schedule.num_tasks - len(self.copies)
+        return self.graph.num_tasks - len(self.copies)
 
     def node(self, task: int) -> fx.Node:
         """The node of a task; for a copy, the node that starts it."""
-        start = task if task < self.first_copy else self.schedule.needs[task][0]
-        return self.nodes[self.schedule.stream_of[start]][self.schedule.index_of[start]]
+        start = task if task < self.first_copy else self.graph.needs[task][0]
+        return self.nodes[self.graph.stream_of[start]][self.graph.index_of[start]]
 
     def describe(self, task: int) -> str:
         """A line for messages: what a task does, for which devices, and its source line."""
         node = self.node(task)
         if task >= self.first_copy:
             return f"{self.copies[task - self.first_copy]} ({node.name}) {origin_of(node)}"
-        owner = devices_text(self.owners[self.schedule.stream_of[task]])
+        owner = devices_text(self.owners[self.graph.stream_of[task]])
         return f"{op_name(node.target)} ({node.name}) on {owner} {origin_of(node)}"
 
 
@@ -247,7 +247,7 @@ def _assemble(
     parts: list[int],
     channels: Sequence[Sequence[_CopyNeeds]],
 ) -> Lowered:
-    """The schedule of the owners' streams followed by a stream per channel."""
+    """The task graph of the owners' streams followed by a stream per channel."""
     needs: list[list[int]] = [[] for _ in parts]
     all_parts, copies, lines = list(parts), list[ChannelCopy](), list(streams)
     for channel in channels:
@@ -259,5 +259,5 @@ def _assemble(
             for user in planned.users:
                 needs[user].append(task)
         lines.append(tuple(range(first, len(needs))))
-    schedule = Schedule(tuple(lines), tuple(map(tuple, needs)), tuple(all_parts))
-    return Lowered(schedule, owners, nodes, tuple(copies))
+    graph = TaskGraph(tuple(lines), tuple(map(tuple, needs)), tuple(all_parts))
+    return Lowered(graph, owners, nodes, tuple(copies))

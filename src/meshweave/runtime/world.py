@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.engine.lower import ChannelCopy, lower
-from meshweave.engine.schedule import cycle, run_order
+from meshweave.engine.task_graph import cycle, run_order
 from meshweave.errors import MeshError, MeshweaveError, StepError
 from meshweave.ir.collectives import TABLE, transfer
 from meshweave.ir.graph import Spec
@@ -71,8 +71,8 @@ class LocalExecutor:
         roles = list({id(rank): rank for rank in self.ranks}.values())
         parts = [[[task.node for task in part] for part in rank.tasks] for rank in roles]
         self.lowered = lower([rank.graph for rank in roles], self.devices, parts)
-        order = run_order(self.lowered.schedule, UPDATE + 1)
-        if circle := cycle(self.lowered.schedule, order):
+        order = run_order(self.lowered.graph, UPDATE + 1)
+        if circle := cycle(self.lowered.graph, order):
             raise StepError(
                 "devices wait for each other: a deadlock",
                 got="\n    waits for ".join(map(self.lowered.describe, circle)),
@@ -85,12 +85,12 @@ class LocalExecutor:
         self._recorder: Recorder | None = None
 
     def _step(self, number: int, tasks: Sequence[Sequence[Task]]) -> tuple[int, Task] | _DeviceCopy:
-        """What a task of the schedule does: a task of a local device, or a copy."""
-        schedule, first_copy = self.lowered.schedule, self.lowered.first_copy
+        """What a task of the graph does: a task of a local device, or a copy."""
+        graph, first_copy = self.lowered.graph, self.lowered.first_copy
 
         def placed(number: int) -> tuple[int, Task]:
-            i = schedule.stream_of[number]
-            return i, tasks[i][schedule.index_of[number]]
+            i = graph.stream_of[number]
+            return i, tasks[i][graph.index_of[number]]
 
         if number < first_copy:
             return placed(number)

@@ -50,14 +50,14 @@ class _Analysis:
     def copies(self) -> list[list[list[int]]]:
         """Per role and channel, its copies in order."""
         copies: list[list[list[int]]] = [[] for _ in self.tasks.roles]
-        for stream in self.tasks.schedule.streams[len(self.tasks.roles) :]:
+        for stream in self.tasks.graph.streams[len(self.tasks.roles) :]:
             for role in self.tasks.tasks[stream[0]].roles if stream else ():
                 copies[role].append([c for c in stream if self.tasks.tasks[c].seconds > 0])
         return copies
 
     @cached_property
     def channel_of(self) -> dict[int, int]:
-        return {c: s for s, stream in enumerate(self.tasks.schedule.streams) for c in stream}
+        return {c: s for s, stream in enumerate(self.tasks.graph.streams) for c in stream}
 
     @cached_property
     def reads(self) -> dict[int, frozenset[int]]:
@@ -93,7 +93,7 @@ class _Analysis:
         for task in role.tasks:
             begin = self.times.starts[task]
             if begin > last + _TICK:
-                needs = self.tasks.schedule.needs[task]
+                needs = self.tasks.graph.needs[task]
                 stalled = max(needs, key=lambda n: self.times.ends[n], default=-1)
                 yield _Gap(last, begin, task, stalled)
             last = self.times.ends[task]
@@ -156,7 +156,7 @@ class _Analysis:
             other = self._sharing(role, copy)
             beside = f" with {self.text(other)}" if other >= 0 else ""
             yield Reason("link", stretched, f"its link is shared{beside}", other)
-        starts = self.tasks.schedule.needs[copy]
+        starts = self.tasks.graph.needs[copy]
         own = next((s for s in starts if role in self.tasks.tasks[s].roles), None)
         last = max(starts, key=lambda s: times.ends[s])
         late = times.ends[last] - (times.ends[own] if own is not None else gap.begin)
@@ -189,14 +189,14 @@ class _Analysis:
         return busiest
 
     def _before(self, copy: int) -> int:
-        stream, index = self.tasks.schedule.stream_of[copy], self.tasks.schedule.index_of[copy]
-        return self.tasks.schedule.streams[stream][index - 1] if index else -1
+        stream, index = self.tasks.graph.stream_of[copy], self.tasks.graph.index_of[copy]
+        return self.tasks.graph.streams[stream][index - 1] if index else -1
 
     def _ready(self, role: int, start: int) -> tuple[float, int]:
         """When the operand of a start is complete, and the kernel right before the start."""
         role_tasks = self.tasks.roles[role]
         wanted = self.reads[start]
-        at = self.tasks.schedule.index_of[start] - 1
+        at = self.tasks.graph.index_of[start] - 1
         before = -1
         while at >= 0:
             number = role_tasks.tasks[at]
@@ -212,7 +212,7 @@ class _Analysis:
         """Seconds of compute after a wait that do not need it, and the first such kernel."""
         role_tasks = self.tasks.roles[role]
         tainted = set(role_tasks.storages_written(self.tasks.tasks[wait]))
-        at, seen, seconds, first = self.tasks.schedule.index_of[wait] + 1, 0, 0.0, -1
+        at, seen, seconds, first = self.tasks.graph.index_of[wait] + 1, 0, 0.0, -1
         while at < len(role_tasks.tasks) and seen < _LOOK_AHEAD:
             task = self.tasks.tasks[role_tasks.tasks[at]]
             if task.microbatch != self.tasks.tasks[wait].microbatch:

@@ -100,7 +100,7 @@ def peak_bytes_of_step(roles: Sequence[RankGraph], profile: MachineProfile, micr
 
 def seconds_of_tasks(tasks: Tasks, profile: MachineProfile) -> StepSeconds:
     """The same for tasks that were lowered with the default fusion."""
-    streams, kernels = tasks.schedule.streams, [task.kernel is not None for task in tasks.tasks]
+    streams, kernels = tasks.graph.streams, [task.kernel is not None for task in tasks.tasks]
 
     def longest(streams: Sequence[Sequence[int]], of_kernels: bool) -> float:
         return max((sum(tasks.tasks[i].seconds for i in s if kernels[i] is of_kernels) for s in streams), default=0.0)
@@ -118,11 +118,11 @@ def default_fusion(profile: MachineProfile) -> Fusion:
 def times_of(tasks: Tasks, slowdown: Slowdown) -> Times:
     """When each task begins and ends. Raises VerifyError for a deadlock."""
     work = Work(names=[task.node.name for task in tasks.tasks])
-    for task, needs in zip(tasks.tasks, tasks.schedule.needs, strict=True):
+    for task, needs in zip(tasks.tasks, tasks.graph.needs, strict=True):
         is_kernel = task.kernel is not None
         issued = task.issued if is_kernel else 0.0
         work.add(task.seconds, needs, task.usage, task.roles, is_kernel=is_kernel, issued=issued)
-    return play(work, tasks.schedule.streams, len(tasks.roles), slowdown)
+    return play(work, tasks.graph.streams, len(tasks.roles), slowdown)
 
 
 def _result(
@@ -200,7 +200,7 @@ def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
                 name=task.node.name,
                 op=_op_text(tasks, task_index),
                 kind=kind,  # type: ignore[arg-type]
-                stream=tasks.streams[tasks.schedule.stream_of[task_index]],
+                stream=tasks.streams[tasks.graph.stream_of[task_index]],
                 role=task.roles[0],
                 start=times.starts[task_index],
                 seconds=times.ends[task_index] - times.starts[task_index],
@@ -247,10 +247,10 @@ def _producers(tasks: Tasks) -> list[list[int]]:
                 producers[number] = [producer_of[s] for s in sorted(role.storages_read(task)) if s in producer_of]
                 producer_of |= dict.fromkeys(role.storages_written(task), number)
             elif task.kind == "start":
-                for copy in tasks.schedule.users[number]:
+                for copy in tasks.graph.users[number]:
                     producers[copy] += [producer_of[s] for s in sorted(role.storages_read(task)) if s in producer_of]
             else:
-                for copy in tasks.schedule.needs[number]:
+                for copy in tasks.graph.needs[number]:
                     producer_of |= dict.fromkeys(role.storages_written(task), copy)
     return producers
 

@@ -30,7 +30,7 @@ from meshweave.cost.simulate.pipelines import (
     stage_numbers,
 )
 from meshweave.engine.match import Channel, match_transfer
-from meshweave.engine.schedule import Schedule
+from meshweave.engine.task_graph import TaskGraph
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT, transfer
 from meshweave.ir.graph import PARTS, origin_of
@@ -82,10 +82,10 @@ class RoleTasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """A schedule and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
+    """A task graph and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
     and waits of collectives that share a flat buffer, bucket by bucket (see `simulate.memory`)."""
 
-    schedule: Schedule
+    graph: TaskGraph
     tasks: tuple[SimulatedTask, ...]
     roles: tuple[RoleTasks, ...]
     streams: tuple[str, ...]
@@ -124,11 +124,11 @@ class _TaskLowering:
             names.append(self.line_name(line))
             waiting.sort(key=lambda entry: entry[0])
             streams.append([self.copy(bucket) for bucket in self.bucketed(waiting)])
-        schedule = Schedule(
+        graph = TaskGraph(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
         return Tasks(
-            schedule=schedule,
+            graph=graph,
             tasks=tuple(self.tasks),
             roles=roles,
             streams=tuple(names),

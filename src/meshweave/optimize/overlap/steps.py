@@ -174,11 +174,11 @@ def _figures(tasks: Tasks) -> StepTasks:
         if task.kernel is not None:
             costs.seconds.update(dict.fromkeys(task.kernel.nodes, task.seconds / len(task.kernel.nodes)))
         elif task.kind == "copy":
-            needed = (tasks.tasks[n] for n in tasks.schedule.needs[number])
+            needed = (tasks.tasks[n] for n in tasks.graph.needs[number])
             starts = [task_before.node for task_before in needed if task_before.kind == "start"]
             costs.seconds.update(dict.fromkeys(starts, task.seconds))
             costs.usage.update(dict.fromkeys(starts, task.usage))
-            costs.lines.update(dict.fromkeys(starts, tasks.streams[tasks.schedule.stream_of[number]]))
+            costs.lines.update(dict.fromkeys(starts, tasks.streams[tasks.graph.stream_of[number]]))
             costs.shared.update(starts if len(task.roles) > 1 else ())
     return costs
 

@@ -12,7 +12,7 @@ ANY_PART = -1  # of no part: may run with the first part
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class TaskGraph:
     """Tasks 0 .. n-1: their order in streams, the tasks of other streams that each needs, and the part of each.
 
     A stream belongs to parts (0, 1, ..., nondecreasing along it) or to none (ANY_PART throughout). `needs` does not
@@ -45,45 +45,45 @@ class Schedule:
         return len(self.needs)
 
 
-def run_order(schedule: Schedule, num_parts: int = 1) -> list[list[int]]:
+def run_order(graph: TaskGraph, num_parts: int = 1) -> list[list[int]]:
     """By part, the tasks in a topological order: each stream in turn as far as it gets, without tasks of later parts.
     Tasks that wait for each other, and all tasks after them, are missing."""
-    waiting, done = [len(needs) for needs in schedule.needs], [0] * len(schedule.streams)
+    waiting, done = [len(needs) for needs in graph.needs], [0] * len(graph.streams)
     order: list[list[int]] = []
     for part in range(num_parts):
         tasks_of_part: list[int] = []
-        ready = list(reversed(range(len(schedule.streams))))
+        ready = list(reversed(range(len(graph.streams))))
         while ready:
             stream = ready.pop()
-            tasks = schedule.streams[stream]
+            tasks = graph.streams[stream]
             while done[stream] < len(tasks):
                 task = tasks[done[stream]]
-                if waiting[task] or schedule.parts[task] > part:
+                if waiting[task] or graph.parts[task] > part:
                     break
                 done[stream] += 1
                 tasks_of_part.append(task)
-                for user in schedule.users[task]:
+                for user in graph.users[task]:
                     waiting[user] -= 1
                     if not waiting[user]:
-                        ready.append(schedule.stream_of[user])
+                        ready.append(graph.stream_of[user])
         order.append(tasks_of_part)
     return order
 
 
-def cycle(schedule: Schedule, order: Sequence[Sequence[int]]) -> list[int]:
+def cycle(graph: TaskGraph, order: Sequence[Sequence[int]]) -> list[int]:
     """Tasks that wait for each other, and so are missing in an order: each needs the next task, or comes after it in
     the same stream; the last does so with the first. Empty if no task is missing."""
     done = {task for tasks in order for task in tasks}
-    heads = [next((task for task in tasks if task not in done), None) for tasks in schedule.streams]
+    heads = [next((task for task in tasks if task not in done), None) for tasks in graph.streams]
     stream = next((s for s, head in enumerate(heads) if head is not None), None)
     hops: dict[int, tuple[int, int]] = {}  # by stream, its head and a task that the head needs
     while stream is not None and stream not in hops:
         head = heads[stream]
         assert head is not None, "a task that is needed is missing"
-        need = next(task for task in schedule.needs[head] if task not in done)
+        need = next(task for task in graph.needs[head] if task not in done)
         hops[stream] = head, need
-        stream = schedule.stream_of[need]
+        stream = graph.stream_of[need]
     circle: list[int] = []
     for head, need in [*hops.values()][[*hops].index(stream) :] if stream is not None else ():
-        circle += [head] if need == heads[schedule.stream_of[need]] else [head, need]
+        circle += [head] if need == heads[graph.stream_of[need]] else [head, need]
     return circle

@@ -1,4 +1,4 @@
-"""An order in which the tasks of a schedule can run: exact small cases, and what holds of every schedule."""
+"""An order in which the tasks of a graph can run: exact small cases, and what holds of every graph."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.engine.schedule import Schedule, cycle, run_order
+from meshweave.engine.task_graph import TaskGraph, cycle, run_order
 
 # Two devices and a channel: 1 and 4 start copy 6, which 2 and 5 need.
 #   device 0:  0  1(start)  2(wait)  3
 #   device 1:     4(start)  5(wait)
-COLLECTIVE = Schedule(
+COLLECTIVE = TaskGraph(
     streams=((0, 1, 2, 3), (4, 5), (6,)),
     needs=((), (), (6,), (), (), (6,), (1, 4)),
     parts=(0, 0, 0, 0, 0, 0, -1),
@@ -21,7 +21,7 @@ COLLECTIVE = Schedule(
 
 
 @st.composite
-def schedules(draw: st.DrawFn, is_acyclic: bool = True, num_parts: int = 3) -> Schedule:
+def task_graphs(draw: st.DrawFn, is_acyclic: bool = True, num_parts: int = 3) -> TaskGraph:
     """Up to 24 tasks in up to 5 streams. Without `is_acyclic` needs may go round, so that not all of it can run.
 
     An acyclic one is drawn with an order in which it can run: needs and streams follow it, parts go up along it.
@@ -44,17 +44,17 @@ def schedules(draw: st.DrawFn, is_acyclic: bool = True, num_parts: int = 3) -> S
         candidates = [t for t in others if stream_of[t] != stream_of[task]]
         chosen = draw(st.lists(st.sampled_from(candidates), unique=True, max_size=3)) if candidates else []
         needs[task] = tuple(chosen)
-    return Schedule(tuple(map(tuple, streams)), tuple(needs), tuple(parts))
+    return TaskGraph(tuple(map(tuple, streams)), tuple(needs), tuple(parts))
 
 
-def predecessors(schedule: Schedule) -> list[set[int]]:
+def predecessors(graph: TaskGraph) -> list[set[int]]:
     """Per task all tasks that come before it, in its stream or by needs, at any distance."""
-    direct = [set(needs) for needs in schedule.needs]
-    for tasks in schedule.streams:
+    direct = [set(needs) for needs in graph.needs]
+    for tasks in graph.streams:
         for before, after in pairwise(tasks):
             direct[after].add(before)
     found: list[set[int]] = []
-    for task in range(schedule.num_tasks):
+    for task in range(graph.num_tasks):
         seen, pending = set[int](), list(direct[task])
         while pending:
             one = pending.pop()
@@ -71,8 +71,8 @@ def test_a_device_runs_until_it_waits() -> None:
 
 
 def test_parts_run_one_by_one() -> None:
-    schedule = Schedule(((0, 1, 2), (3,)), ((), (), (3,), (0,)), (0, 1, 2, -1))
-    assert run_order(schedule, 3) == [[0, 3], [1], [2]]
+    graph = TaskGraph(((0, 1, 2), (3,)), ((), (), (3,), (0,)), (0, 1, 2, -1))
+    assert run_order(graph, 3) == [[0, 3], [1], [2]]
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_parts_run_one_by_one() -> None:
 def test_tasks_that_wait_for_each_other(
     streams: tuple[tuple[int, ...], ...], needs: tuple[tuple[int, ...], ...], circle: list[int]
 ) -> None:
-    schedule = Schedule(streams, needs, (0,) * len(needs))
-    assert run_order(schedule) == [[]]
-    assert cycle(schedule, [[]]) == circle
+    graph = TaskGraph(streams, needs, (0,) * len(needs))
+    assert run_order(graph) == [[]]
+    assert cycle(graph, [[]]) == circle
 
 
 @pytest.mark.parametrize(
@@ -96,29 +96,29 @@ def test_tasks_that_wait_for_each_other(
 )
 def test_no_schedule(streams: tuple[tuple[int, ...], ...], needs: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(AssertionError):
-        Schedule(streams, needs, (0,) * len(needs))
+        TaskGraph(streams, needs, (0,) * len(needs))
 
 
-@given(schedules())
-def test_every_task_runs_once_in_its_part_after_its_needs(schedule: Schedule) -> None:
-    order = run_order(schedule, 3)
+@given(task_graphs())
+def test_every_task_runs_once_in_its_part_after_its_needs(graph: TaskGraph) -> None:
+    order = run_order(graph, 3)
     position = {task: i for i, task in enumerate(task for tasks in order for task in tasks)}
-    assert sorted(position) == list(range(schedule.num_tasks))
-    for task, before in enumerate(predecessors(schedule)):
+    assert sorted(position) == list(range(graph.num_tasks))
+    for task, before in enumerate(predecessors(graph)):
         assert all(position[one] < position[task] for one in before)
     for part, tasks in enumerate(order):
-        assert {t for t in tasks if schedule.parts[t] >= 0} == {t for t, p in enumerate(schedule.parts) if p == part}
+        assert {t for t in tasks if graph.parts[t] >= 0} == {t for t, p in enumerate(graph.parts) if p == part}
 
 
-@given(schedules(is_acyclic=False, num_parts=1))
-def test_what_cannot_end_is_a_true_circle(schedule: Schedule) -> None:
-    order, before = run_order(schedule), predecessors(schedule)
-    stuck = {task for task in range(schedule.num_tasks) if any(one in before[one] for one in {task, *before[task]})}
-    assert sorted(order[0]) == sorted({*range(schedule.num_tasks)} - stuck)
-    circle = cycle(schedule, order)
+@given(task_graphs(is_acyclic=False, num_parts=1))
+def test_what_cannot_end_is_a_true_circle(graph: TaskGraph) -> None:
+    order, before = run_order(graph), predecessors(graph)
+    stuck = {task for task in range(graph.num_tasks) if any(one in before[one] for one in {task, *before[task]})}
+    assert sorted(order[0]) == sorted({*range(graph.num_tasks)} - stuck)
+    circle = cycle(graph, order)
     assert bool(circle) == bool(stuck)
     for task, following in zip(circle, [*circle[1:], *circle[:1]], strict=True):
-        stream, place = schedule.stream_of, schedule.index_of
+        stream, place = graph.stream_of, graph.index_of
         is_behind = stream[task] == stream[following] and place[following] < place[task]
-        assert following in schedule.needs[task] or is_behind
+        assert following in graph.needs[task] or is_behind
     assert len(set(circle)) == len(circle)
