@@ -82,8 +82,8 @@ class RoleTasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """A task graph and its tasks. Stream i < len(roles) is role i's compute; the others are channels. `flat`: the starts
-    and waits of collectives that share a flat buffer, bucket by bucket (see `simulate.memory`)."""
+    """A task graph and its tasks. Stream i < len(roles) is role i's compute; the others are channels.
+    `flat`: the starts and waits of collectives that share a flat buffer, bucket by bucket (see `simulate.memory`)."""
 
     graph: TaskGraph
     tasks: tuple[SimulatedTask, ...]
