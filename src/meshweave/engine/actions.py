@@ -1,0 +1,123 @@
+"""What the devices of a step do in order: a schedule is data, a list of actions for every role.
+
+Accumulation of gradients is a pipeline of a single stage: parameters are gathered before the first microbatch and
+gradients reduced after the last, wherever the schedule says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from meshweave.engine.sections import Kind, Sections
+from meshweave.errors import MeshweaveError
+from meshweave.ir.collectives import transfer
+
+ScheduleName = Literal["sequential", "gpipe", "1f1b"]
+_LETTERS: Mapping[Kind, str] = {
+    "unshard": "G", "forward": "F", "report": "L", "backward": "B", "reduce": "R", "update": "U",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Sections of a role that run together, in the order of its graph, for a microbatch (from 0)."""
+
+    kinds: tuple[Kind, ...]
+    microbatch: int = 0
+
+    def __str__(self) -> str:
+        """As `GF0`: parameters are gathered while forward of microbatch 0 runs."""
+        return "".join(_LETTERS[kind] for kind in self.kinds) + str(self.microbatch)
+
+
+Actions = tuple[Action, ...]  # of a role, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The actions of each role, for `microbatches` each. What a role runs once per step, it runs with its first
+    microbatch (unshard) or its last (reduce, update)."""
+
+    name: ScheduleName
+    microbatches: int
+    of_role: tuple[Actions, ...]
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether stages work on several microbatches at a time: a sender goes on before its receiver has the value."""
+        return self.name != "sequential"
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, actions)) for actions in self.of_role)
+
+
+def schedule_of(name: ScheduleName, sections: Sequence[Sections], microbatches: int) -> Schedule:
+    """The schedule of this name for the sections of all roles, which are stages.
+
+    `sequential`: forward and backward of each microbatch in turn. `gpipe`: all forwards, then all backwards (Huang et
+    al., NeurIPS 2019). `1f1b`: as many forwards as there are later stages, then forward and backward alternate
+    (Narayanan et al., SOSP 2019). Raises MeshweaveError for another name, and for 1f1b if a stage gets values that
+    depend on what it sent itself."""
+    if name not in get_args(ScheduleName):
+        raise MeshweaveError("unknown pipeline schedule", got=repr(name), expected=", ".join(get_args(ScheduleName)))
+    stages = stage_numbers(sections) if name == "1f1b" else [0] * len(sections)
+    ahead = [max(stages) - stage for stage in stages]
+    return Schedule(name, microbatches, tuple(actions_of(name, microbatches, count) for count in ahead))
+
+
+def actions_of(name: ScheduleName, microbatches: int, stages_after: int = 0) -> Actions:
+    """The actions of a role. `stages_after`: how many stages a microbatch passes after it."""
+    numbers = range(microbatches)
+    order: list[tuple[Kind, int]] = []
+    if name == "gpipe":
+        order = [*(("forward", m) for m in numbers), *(("backward", m) for m in numbers)]
+    elif name == "1f1b":
+        ahead = min(stages_after, microbatches)
+        order = [("forward", m) for m in range(ahead)]
+        for m in numbers:
+            order += [("forward", m + ahead)] if m + ahead < microbatches else []
+            order.append(("backward", m))
+    else:
+        order = [(kind, m) for m in numbers for kind in ("forward", "backward")]
+    return (*_with_rest(order, microbatches, name != "sequential"),)
+
+
+def _with_rest(order: Iterable[tuple[Kind, int]], microbatches: int, is_pipelined: bool) -> Iterable[Action]:
+    """The passes of a step, with what it runs once. In a pipeline stages tell each other the losses after all
+    microbatches, so that no forward waits for the last stage."""
+    last = microbatches - 1
+    for kind, microbatch in order:
+        before: tuple[Kind, ...] = ("unshard",) if kind == "forward" and microbatch == 0 else ()
+        after: tuple[Kind, ...] = ("reduce",) if kind == "backward" and microbatch == last else ()
+        yield Action((*before, kind, *after), microbatch)
+    if is_pipelined:
+        yield from (Action(("report",), microbatch) for microbatch in range(microbatches))
+    yield Action(("update",), last)
+
+
+def stage_numbers(sections: Sequence[Sections]) -> list[int]:
+    """How many stages a microbatch passes before it comes to each role in forward, whatever the devices.
+    MeshweaveError if a role gets values that depend on what it sent itself."""
+    sides: dict[Any, tuple[set[int], set[int]]] = {}  # by key: roles that receive, that send
+    for i, its in enumerate(sections):
+        for node in its.nodes(("unshard", "forward")):
+            if node.target is transfer:
+                sides.setdefault(node.args[-1], (set(), set()))[node.args[0] is not None].add(i)
+    edges = {
+        (sender, receiver) for receivers, senders in sides.values() for sender in senders for receiver in receivers
+    }
+    numbers = [0] * len(sections)
+    for _ in sections:
+        for sender, receiver in edges:
+            numbers[receiver] = max(numbers[receiver], numbers[sender] + 1)
+    for sender, receiver in sorted(edges):
+        if numbers[receiver] <= numbers[sender]:
+            raise MeshweaveError(
+                "1f1b is a schedule of stages that a microbatch passes once",
+                where=f"devices {sections[sender].role.devices} and {sections[receiver].role.devices}",
+                got="in forward, both get values from each other",
+                hint='pipeline="gpipe", or layers on devices in one direction',
+            )
+    return numbers
