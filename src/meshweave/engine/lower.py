@@ -13,7 +13,16 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.engine.match import Channel, Matches, Start, devices_text, match_transfer, plain_args
+from meshweave.engine.match import (
+    Channel,
+    Matches,
+    Start,
+    channel_name,
+    devices_text,
+    match_roles,
+    match_transfer,
+    plain_args,
+)
 from meshweave.engine.task_graph import ANY_PART, TaskGraph
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
@@ -104,7 +113,7 @@ def lower(
         numbers += [i for i, part in enumerate(nodes[role]) for _ in part]
         streams.append(tuple(range(base, len(numbers))))
         for at, wait, node, args in calls[role]:
-            channel = (*_channel(node), *_members(roles[role], node, device))
+            channel = (*channel_name(node), *_members(roles[role], node, device))
             matches.add(channel, device, Start(base + at, base + wait, node, (device,), args))
     planned: dict[Channel, list[_CopyNeeds]] = {}
     for channel, numbered in matches.table.items():
@@ -132,27 +141,17 @@ def lower_roles(roles: Sequence[RankGraph]) -> Lowered:
     devices. Raises VerifyError if the starts of several roles do not match.
     """
     rows = [tuple(n for n in role.graph.nodes if n.target in STARTS) for role in roles]
-    matches, streams, total = Matches(), list[tuple[int, ...]](), 0
-    channels: dict[tuple[int, Channel], Channel] = {}
-    for number, (role, row) in enumerate(zip(roles, rows, strict=True)):
-        for at, node in enumerate(row):
-            following = total + at + 1 if at + 1 < len(row) else -1
-            start = Start(total + at, following, node, role.devices, plain_args(node))
-            key = _channel(node)
-            if (number, key) not in channels:
-                channels[number, key] = _role_channel(number, key, roles)
-            matches.add(channels[number, key], number, start)
+    streams, starts, total = list[tuple[int, ...]](), list[list[Start]](), 0
+    for role, row in zip(roles, rows, strict=True):
+        following = [*range(total + 1, total + len(row)), -1]
+        starts.append([])
+        for task, (node, after) in enumerate(zip(row, following, strict=False), total):
+            starts[-1].append(Start(task, after, node, role.devices, plain_args(node)))
         streams.append(tuple(range(total, total + len(row))))
         total += len(row)
-    planned: list[list[_CopyNeeds]] = []
-    for channel, numbered in matches.table.items():
-        matches.check(channel, _roles_of(channel, roles))
-        planned.append([_rendezvous(channel, starts) for starts in numbered])
+    matches = match_roles(roles, starts)
+    planned = [[_rendezvous(channel, met) for met in numbered] for channel, numbered in matches.table.items()]
     return _assemble(tuple(role.devices for role in roles), tuple(rows), streams, [0] * total, planned)
-
-
-def _channel(node: fx.Node) -> Channel:
-    return ("transfer" if node.target is transfer else "group", str(node.args[-1]))
 
 
 def _members(role: RankGraph, node: fx.Node, device: int) -> tuple[int, ...]:
@@ -163,34 +162,6 @@ def _members(role: RankGraph, node: fx.Node, device: int) -> tuple[int, ...]:
     if entry is None or not entry.axes or device not in entry.target.mesh:
         return ()
     return members_of(entry.target.mesh, entry.axes, device)
-
-
-def _role_channel(number: int, channel: Channel, roles: Sequence[RankGraph]) -> Channel:
-    """The channel with the devices of its roles, if those are not all devices of its mesh: groups of a name that stay
-    within some roles do not concern the others."""
-    kind, key = channel
-    if kind != "group":
-        return channel
-    everyone = [d for role in roles for d in role.devices if d in roles[number].group_axes(key)[0]]
-    reached: set[int] = set()
-    waiting = set(roles[number].devices)
-    while waiting:
-        reached |= waiting
-        met = {d for device in waiting for d in roles[number].group_members(key, device)}
-        waiting = {d for role in roles if not met.isdisjoint(role.devices) for d in role.devices} - reached
-    return channel if reached.issuperset(everyone) else (*channel, *sorted(reached))
-
-
-def _roles_of(channel: Channel, roles: Sequence[RankGraph]) -> dict[int, tuple[int, ...]]:
-    """Number and devices of the roles that take part in a channel. A single device of a role represents all: they are
-    in the same meshes."""
-    kind, key, *devices = channel
-    if kind == "group":
-        places: list[Any] = [devices or roles[0].group_axes(key)[0]]
-    else:
-        entry = match_transfer(roles, key)
-        places = [entry.source.mesh, entry.target.mesh]
-    return {i: role.devices for i, role in enumerate(roles) if any(role.devices[0] in place for place in places)}
 
 
 def _calls(row: Sequence[fx.Node]) -> list[tuple[int, int, fx.Node, tuple[Any, ...]]]:

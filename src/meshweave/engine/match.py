@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from meshweave.errors import VerifyError
+from meshweave.ir.collectives import transfer
 from meshweave.ir.graph import op_name, origin_of
-from meshweave.ir.rank import SYMBOLS, RankGraph, Transfer
+from meshweave.ir.rank import SYMBOLS, RankGraph, Transfer, members_of
 
 Channel = tuple[Any, ...]  # identity of a channel: "group" or "transfer", its key, the members of a group
 
@@ -82,6 +83,62 @@ class Matches:
             got=f"last {last}, {_where(last)}" if last is not None else "no start of it there",
             expected=f"as many as {devices_text(there.devices)} has: {there}",
         )
+
+
+def match_roles(roles: Sequence[RankGraph], starts: Sequence[Iterable[Start]]) -> Matches:
+    """The starts of all roles, in the order of each: a role takes part in a communication as a whole, and meets the
+    roles that have devices in the same groups, or in the meshes of a transfer. Raises VerifyError if they do not match.
+    """
+    matches = Matches()
+    channels: dict[tuple[int, Channel], Channel] = {}
+    for number, its in enumerate(starts):
+        for start in its:
+            name = channel_name(start.node)
+            if (number, name) not in channels:
+                channels[number, name] = _role_channel(number, name, roles)
+            matches.add(channels[number, name], number, start)
+    for channel in matches.table:
+        matches.check(channel, _roles_of(channel, roles))
+    return matches
+
+
+def channel_name(start: fx.Node) -> Channel:
+    """The channels of a start, without the devices that tell them apart."""
+    return ("transfer" if start.target is transfer else "group", str(start.args[-1]))
+
+
+def _role_channel(number: int, channel: Channel, roles: Sequence[RankGraph]) -> Channel:
+    """The channel with the devices of its roles, if those are not all devices of its mesh: groups of a name that stay
+    within some roles do not concern the others."""
+    kind, key = channel
+    if kind == "group":
+        mesh, axes = roles[number].group_axes(key)
+    else:
+        entry = match_transfer(roles, key)
+        mesh, axes = entry.target.mesh, entry.axes
+        if not axes or roles[number].devices[0] not in mesh:
+            return channel
+    everyone = [d for role in roles for d in role.devices if d in mesh]
+    reached: set[int] = set()
+    waiting = set(roles[number].devices)
+    while waiting:
+        reached |= waiting
+        met = {d for device in waiting for d in members_of(mesh, axes, device)}
+        waiting = {d for role in roles if not met.isdisjoint(role.devices) for d in role.devices} - reached
+    return channel if reached.issuperset(everyone) else (*channel, *sorted(reached))
+
+
+def _roles_of(channel: Channel, roles: Sequence[RankGraph]) -> dict[int, tuple[int, ...]]:
+    """Number and devices of the roles that take part in a channel. A single device of a role represents all: they are
+    in the same meshes."""
+    kind, key, *devices = channel
+    places: list[Any] = [devices]
+    if not devices and kind == "group":
+        places = [roles[0].group_axes(key)[0]]
+    elif not devices:
+        entry = match_transfer(roles, key)
+        places = [entry.source.mesh, entry.target.mesh]
+    return {i: role.devices for i, role in enumerate(roles) if any(role.devices[0] in place for place in places)}
 
 
 def match_transfer(roles: Sequence[RankGraph], key: str) -> Transfer:
