@@ -10,9 +10,9 @@ import torch
 from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.buckets import Buckets
 from meshweave.cost.simulate.kernels import Fusion
-from meshweave.cost.simulate.pipelines import Pipeline
 from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
+from meshweave.engine.actions import ScheduleName
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
@@ -23,7 +23,7 @@ def simulate(
     profile: MachineProfile | str,
     *,
     fusion: Fusion | None = None,
-    pipeline: Pipeline = "sequential",
+    pipeline: ScheduleName = "sequential",
     matmul_dtype: torch.dtype | str | None = None,
     title: str = "",
     buckets: Buckets = "none",

@@ -88,7 +88,7 @@ class Step:
         graph = TaskGraph(streams, tuple(map(tuple, self.needs)), (0,) * len(self.tasks))
         self.graph.output(())
         role = RankGraph(self.graph, Mesh("a=2"), (), (), (), ())
-        held = RoleTasks(role, Local(0, self.values, {}), (), tuple(self.stream))
+        held = RoleTasks(role, Local(0, self.values, {}), (), (), tuple(self.stream))
         tasks = Tasks(graph=graph, tasks=tuple(self.tasks), roles=(held,), streams=("compute", *channels))
         times = times_of(tasks, lambda levels: 1.0)
         return exposure_of(tasks, times), tasks, times.seconds

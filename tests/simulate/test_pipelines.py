@@ -12,9 +12,10 @@ import meshweave as mw
 from meshweave.build import Target, build_program
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import load_profile
-from meshweave.cost.simulate.pipelines import Pipeline, loss_exchange
 from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
+from meshweave.engine.actions import ScheduleName
+from meshweave.engine.sections import sections_of_roles
 from meshweave.errors import MeshweaveError
 from meshweave.program import Program
 
@@ -48,7 +49,7 @@ def stages(depth: int, tied: bool = False) -> Program:
     return build_program(StepSource(model, loss), batch, None, Target(mesh, None, FREE), options)
 
 
-def simulated(program: Program, microbatches: int, pipeline: Pipeline) -> Simulation:
+def simulated(program: Program, microbatches: int, pipeline: ScheduleName) -> Simulation:
     return simulate_roles(program.roles, FREE, SimulateOptions(microbatches=microbatches, pipeline=pipeline))
 
 
@@ -60,7 +61,9 @@ def bubble(found: Simulation) -> float:
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("depth", "counts"), [(2, (2, 4, 16)), (4, (4, 8, 32)), (8, (8, 16, 64))])
-def test_the_bubble_is_that_of_the_formula(depth: int, counts: tuple[int, ...], pipeline: Pipeline, tied: bool) -> None:
+def test_the_bubble_is_that_of_the_formula(
+    depth: int, counts: tuple[int, ...], pipeline: ScheduleName, tied: bool
+) -> None:
     for count in counts:
         found = simulated(stages(depth, tied), count, pipeline)
         assert bubble(found) == pytest.approx((depth - 1) / (count + depth - 1), abs=0.025)
@@ -91,10 +94,8 @@ def test_a_sequential_run_keeps_one_stage_busy_at_a_time() -> None:
 def test_only_what_tells_the_loss_waits_for_the_end() -> None:
     """Every stage has one transfer of the loss, and what computes it stays where it is."""
     program = stages(4)
-    exchange = loss_exchange(program.roles)
-    starts = [
-        [n for n in nodes if n.args[-1] in role.transfers] for nodes, role in zip(exchange, program.roles, strict=True)
-    ]
+    sections = sections_of_roles(program.roles, reports=True)
+    starts = [[n for n in its.nodes(["report"]) if n.args[-1] in its.role.transfers] for its in sections]
     assert [len(found) for found in starts] == [1, 1, 1, 1]
     assert len({found[0].args[-1] for found in starts}) == 1
 

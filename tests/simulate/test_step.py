@@ -15,7 +15,6 @@ from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import load_profile
-from meshweave.cost.simulate.pipelines import passes_of
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import tokens_of
 from meshweave.program import Program
@@ -106,17 +105,6 @@ def test_tokens_of_other_inputs() -> None:
 
 
 # pipelines
-
-
-def test_orders_of_passes() -> None:
-    text = lambda passes: " ".join("FBU"[part] + str(m) for part, m in passes)  # noqa: E731
-    assert text(passes_of(0, 2, 3, "sequential")) == "F0 B0 F1 B1 F2 B2 U0"
-    assert text(passes_of(0, 2, 3, "gpipe")) == "F0 F1 F2 B0 B1 B2 U0"
-    assert text(passes_of(0, 3, 4, "1f1b")) == "F0 F1 F2 B0 F3 B1 B2 B3 U0"
-    assert text(passes_of(2, 3, 4, "1f1b")) == "F0 B0 F1 B1 F2 B2 F3 B3 U0"
-    assert text(passes_of(0, 4, 2, "1f1b")) == "F0 F1 B0 B1 U0"
-    with pytest.raises(MeshweaveError, match="unknown pipeline schedule"):
-        passes_of(0, 2, 3, "zb")  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

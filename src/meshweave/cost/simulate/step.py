@@ -15,10 +15,10 @@ from meshweave.cost.simulate.clock import Slowdown, Times, Work, play
 from meshweave.cost.simulate.exposure import Exposure, exposure_of
 from meshweave.cost.simulate.kernels import Fusion, Kernel
 from meshweave.cost.simulate.memory import MemoryUse, bytes_by_kind, least_bytes, memory_of
-from meshweave.cost.simulate.pipelines import FORWARD, Pipeline
 from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.cost.simulate.storage_intervals import LifetimeRules
-from meshweave.cost.simulate.tasks import RoleTasks, Tasks, items_by_part, lower_tasks
+from meshweave.cost.simulate.tasks import RoleTasks, Tasks, lower_tasks
+from meshweave.engine.actions import ScheduleName
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 
@@ -41,7 +41,7 @@ class SimulateOptions:
 
     fusion: Fusion | None = None
     microbatches: int = 1
-    pipeline: Pipeline = "sequential"
+    pipeline: ScheduleName = "sequential"
     matmul_dtype: torch.dtype | None = None
     tokens: int = 0
     title: str = ""
@@ -63,7 +63,7 @@ def simulate_roles(
     )
     times = times_of(tasks, profile.compute_slowdown)
     exposure = exposure_of(tasks, times)
-    holding = LifetimeRules(fusion, options.microbatches - 1, options.keeps_every_second_matmul)
+    holding = LifetimeRules(fusion, options.keeps_every_second_matmul)
     memories = [memory_of(tasks, i, times, holding) for i in range(len(roles))]
     return _result(tasks, times, exposure, memories, profile, options, fusion)
 
@@ -94,7 +94,7 @@ def peak_bytes_of_step(roles: Sequence[RankGraph], profile: MachineProfile, micr
     """What `simulate_roles` says of the peak alone."""
     fusion = default_fusion(profile)
     tasks = lower_tasks(roles, profile, fusion, microbatches)
-    times, holding = times_of(tasks, profile.compute_slowdown), LifetimeRules(fusion, microbatches - 1, False)
+    times, holding = times_of(tasks, profile.compute_slowdown), LifetimeRules(fusion)
     return max(memory_of(tasks, i, times, holding).peak_bytes for i in range(len(roles)))
 
 
@@ -258,7 +258,7 @@ def _producers(tasks: Tasks) -> list[list[int]]:
 def _model_flops(role: RoleTasks) -> float:
     """Flops of the model's mathematics in a microbatch on a device: the matmuls and attentions of forward once, and
     twice again for backward (the convention of PaLM, Chowdhery et al. 2022; a causal mask counts half)."""
-    forward = [item for item in items_by_part(role)[FORWARD] if isinstance(item, Kernel)]
+    forward = [item for kind, item in role.items if kind == "forward" and isinstance(item, Kernel)]
     works = [work for kernel in forward for work in kernel.works]
     return 3.0 * sum(work.flops for work in works if isinstance(work, Matmul | Attention))
 

@@ -36,7 +36,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class LifetimeRules:
-    """What decides how long a step keeps its tensors, beside its graph. `last_microbatch`: its number.
+    """What decides how long a step keeps its tensors, beside its graph.
 
     keeps_every_second_matmul: for selective checkpoints. Eager mode stores the results that the policy saves, the
     first, third, ... matmul of a block among them, whether or not the backward pass reads them, and keeps the store
@@ -45,7 +45,6 @@ class LifetimeRules:
     """
 
     fusion: Fusion
-    last_microbatch: int = 0
     keeps_every_second_matmul: bool = False
 
 
@@ -133,12 +132,7 @@ class Ledger:
         else:
             started: Any = task.node.args[0]
             self.use(self.of_role.storages_written(task), task, end)
-            late = (
-                origin_of(task.node).phase == "update"
-                and (started, self.holding.last_microbatch) in self.start_operands
-            )
-            of = self.holding.last_microbatch if late else microbatch
-            for key in self.start_operands.get((started, of), ()):
+            for key in self.start_operands.get((started, microbatch), ()):
                 self.lives[key].end = max(self.lives[key].end, end)
 
     def make(self, node: fx.Node, microbatch: int, begin: float, end: float) -> None:
@@ -151,13 +145,11 @@ class Ledger:
     def use(self, storages: frozenset[int], task: SimulatedTask, end: float) -> list[Key]:
         used_storages = []
         for storage in storages:
-            choices = [(storage, task.microbatch), (storage, self.holding.last_microbatch), (storage, -1), (storage, 0)]
+            choices = [(storage, task.microbatch), (storage, -1), (storage, 0)]
             if storage in self.sums:  # what the previous microbatch left, or the zeros of the first
                 choices = [(self.sums[storage], task.microbatch - 1), (storage, -1)]
             elif self.replaced.get(storage) in self.sums:
                 choices.append((self.replaced[storage], -1))  # in place
-            if origin_of(task.node).phase == "update":
-                choices[:2] = choices[1::-1]
             key = next((key for key in choices if key in self.lives), None)
             if key is not None:
                 life = self.lives[key]

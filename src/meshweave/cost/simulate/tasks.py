@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -19,21 +20,12 @@ from meshweave.cost.hardware.work import Matmul, MemoryWork, Work
 from meshweave.cost.simulate.buckets import Buckets, Member, check_buckets, group_members
 from meshweave.cost.simulate.classify import known_kind
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, is_in_block, kernels_of
-from meshweave.cost.simulate.pipelines import (
-    BACKWARD,
-    FORWARD,
-    UPDATE,
-    Passes,
-    Pipeline,
-    loss_exchange,
-    passes_of,
-    stage_numbers,
-)
-from meshweave.engine.match import Channel, match_transfer
+from meshweave.engine.actions import Schedule, ScheduleName, schedule_of
+from meshweave.engine.match import Channel, Start, match_roles, match_transfer, plain_args
+from meshweave.engine.sections import Kind, Sections, sections_of_roles
 from meshweave.engine.task_graph import TaskGraph
-from meshweave.errors import VerifyError
-from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT, transfer
-from meshweave.ir.graph import PARTS, origin_of
+from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT
+from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
 
@@ -62,11 +54,13 @@ class SimulatedTask:
 
 @dataclass(frozen=True, slots=True)
 class RoleTasks:
-    """A role in the simulator: its values, its kernels, and (in its stream's order) its tasks."""
+    """A role in the simulator: its values, its kernels, what its stream runs (kernels, starts and waits in order, each
+    with its section), and its tasks in the stream's order."""
 
     role: RankGraph
     local: Local
     kernels: tuple[Kernel, ...]
+    items: tuple[tuple[Kind, Kernel | fx.Node], ...] = ()
     tasks: tuple[int, ...] = ()
 
     def storages_read(self, task: SimulatedTask) -> frozenset[int]:
@@ -82,7 +76,8 @@ class RoleTasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """A task graph and its tasks. Stream i < len(roles) is role i's compute; the others are channels.
+    """A task graph and its tasks. Stream i < len(roles) is role i's compute; the others are channels. The update is a
+    task of the last microbatch.
     `flat`: the starts and waits of collectives that share a flat buffer, bucket by bucket (see `simulate.memory`)."""
 
     graph: TaskGraph
@@ -97,29 +92,26 @@ class _TaskLowering:
     graphs: Sequence[RankGraph]
     profile: MachineProfile
     roles: list[RoleTasks]
-    passes: list[Passes]
+    schedule: Schedule
     narrow: Sequence[Narrow] = ()
-    is_buffered: bool = False
-    # by role the nodes that send losses between stages, after all microbatches
-    loss_exchange: Sequence[frozenset[fx.Node]] = ()
     buckets: Buckets = "none"
     fusion: Fusion = "ops"
     priced: dict[str, SimulatedTask] = field(default_factory=dict)  # of transfers, by key
     tasks: list[SimulatedTask] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
-    starts: dict[Any, list[dict[int, int]]] = field(default_factory=dict)  # channel -> number -> role -> start
-    counts: dict[Any, int] = field(default_factory=dict)
     waits: dict[int, int] = field(default_factory=dict)  # start -> its wait
     flat: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
     def run(self) -> Tasks:
         streams = [self.stream(i) for i in range(len(self.graphs))]
-        roles = tuple(RoleTasks(r.role, r.local, r.kernels, tuple(s)) for r, s in zip(self.roles, streams, strict=True))
+        roles = tuple(replace(role, tasks=tuple(stream)) for role, stream in zip(self.roles, streams, strict=True))
         names = [f"compute {i}" if len(self.graphs) > 1 else "compute" for i in range(len(self.graphs))]
-        lines: dict[Any, list[tuple[int, Channel, dict[int, int]]]] = {}
-        for channel, numbered in self.starts.items():
-            for starts in numbered:
-                lines.setdefault(self.line_of(channel), []).append((starts[min(starts)], channel, starts))
+        lines: dict[Any, list[tuple[int, Channel, Starts]]] = {}
+        for channel, numbered in match_roles(self.graphs, [self.starts(stream) for stream in streams]).table.items():
+            for met in numbered:
+                starts = {role: met[role].task for role in sorted(met)}
+                line = self.line_of(channel, starts)
+                lines.setdefault(line, []).append((starts[min(starts)], channel, starts))
         for line, waiting in lines.items():
             names.append(self.line_name(line))
             waiting.sort(key=lambda entry: entry[0])
@@ -141,49 +133,43 @@ class _TaskLowering:
         return len(self.tasks) - 1
 
     def stream(self, number: int) -> list[int]:
-        """The tasks of a role's compute stream, pass by pass."""
+        """The tasks of a role's compute stream, action by action."""
         begun: dict[tuple[fx.Node, int], int] = {}
         numbers = []
-        last = max((mb for _, mb in self.passes[number]), default=0)
-        for part, microbatch, item in self.queue(number, last):
-            if isinstance(item, Kernel):
-                numbers.append(self.add(self.kernel(number, item, microbatch)))
-                continue
-            kind: Any = "wait" if item.target is WAIT else "start"
-            task = self.add(
-                SimulatedTask(
-                    kind=kind, node=item, roles=(number,), seconds=self.profile.empty_op_s, microbatch=microbatch
-                )
-            )
-            numbers.append(task)
-            if kind == "start":
-                begun[item, microbatch] = task
-                self.enter(number, item, task)
-            else:
-                started = item.args[0]
-                assert isinstance(started, fx.Node)
-                late = part == UPDATE and (started, last) in begun
-                self.waits.setdefault(begun[started, last if late else microbatch], task)
+        for action in self.schedule.of_role[number]:
+            for item in (item for kind, item in self.roles[number].items if kind in action.kinds):
+                numbers.append(self.add(self.task(number, item, action.microbatch)))
+                if isinstance(item, Kernel):
+                    continue
+                if item.target is WAIT:
+                    started = item.args[0]
+                    assert isinstance(started, fx.Node)
+                    self.waits.setdefault(begun[started, action.microbatch], numbers[-1])
+                else:
+                    begun[item, action.microbatch] = numbers[-1]
         launches = launch_times([self.tasks[task].node for task in numbers], self.fusion, self.profile.eager_s)
         for task, at in zip(numbers, launches, strict=True):
             self.tasks[task] = replace(self.tasks[task], issued=at)
         return numbers
 
-    def queue(self, number: int, last: int) -> Iterator[tuple[int, int, Kernel | fx.Node]]:
-        """The items of a role in order: part, microbatch and item. In a pipeline stages exchange losses after all
-        microbatches, so that no forward waits for the last stage."""
-        role = self.roles[number]
-        parts = items_by_part(role)
-        exchange = self.loss_exchange[number]
-        losses = [item for item in parts[FORWARD] if _node(item) in exchange]
-        for part, microbatch in self.passes[number]:
-            if part == UPDATE:
-                yield from ((FORWARD, m, item) for m in range(last + 1) for item in losses)
-            for item in parts[part]:
-                phase = origin_of(_node(item)).phase
-                runs = {"prepare": microbatch == 0, "reduce": microbatch == last}.get(phase, True)
-                if runs and _node(item) not in exchange:
-                    yield part, microbatch, item
+    def task(self, number: int, item: Kernel | fx.Node, microbatch: int) -> SimulatedTask:
+        if isinstance(item, Kernel):
+            return self.kernel(number, item, microbatch)
+        kind: Literal["wait", "start"] = "wait" if item.target is WAIT else "start"
+        return SimulatedTask(
+            kind=kind, node=item, roles=(number,), seconds=self.profile.empty_op_s, microbatch=microbatch
+        )
+
+    def starts(self, stream: Sequence[int]) -> Iterator[Start]:
+        """The starts of a role, for those of the other roles to match."""
+        args: dict[fx.Node, tuple[Any, ...]] = {}
+        for number in stream:
+            task = self.tasks[number]
+            if task.kind == "start":
+                if task.node not in args:
+                    args[task.node] = plain_args(task.node)
+                devices = self.graphs[task.roles[0]].devices
+                yield Start(number, self.waits.get(number, -1), task.node, devices, args[task.node])
 
     def kernel(self, number: int, kernel: Kernel, microbatch: int) -> SimulatedTask:
         works = tuple(self.narrow[number].works(kernel, microbatch)) if self.narrow else kernel.works
@@ -199,41 +185,14 @@ class _TaskLowering:
             flops=flops,
         )
 
-    def enter(self, number: int, node: fx.Node, task: int) -> None:
-        """Match a start with those of the other roles in the same communication: the k-th of each on a channel."""
-        channel = self.channel(number, node)
-        count = self.counts.get((channel, number), 0)
-        self.counts[channel, number] = count + 1
-        numbered = self.starts.setdefault(channel, [])
-        if count == len(numbered):
-            numbered.append({})
-        numbered[count][number] = task
-
-    def channel(self, number: int, node: fx.Node) -> Channel:
-        """The queue of a start: the groups of its axes, with the roles that they reach into, or a transfer."""
-        key = str(node.args[-1])
-        if node.target is transfer:
-            channel = match_transfer(self.graphs, key)
-            roles = (
-                self.members({*channel.source.mesh.devices, *channel.target.mesh.devices})
-                if not channel.axes
-                else (number,)
-            )
-            return ("transfer", key, *roles)
-        graph = self.graphs[number]
-        return ("group", key, *self.members(set(graph.group_members(key, graph.devices[0]))))
-
-    def members(self, devices: set[int]) -> tuple[int, ...]:
-        return tuple(i for i, graph in enumerate(self.graphs) if not devices.isdisjoint(graph.devices))
-
-    def line_of(self, channel: Channel) -> tuple[Any, ...]:
+    def line_of(self, channel: Channel, starts: Starts) -> tuple[Any, ...]:
         """The stream in which a channel's copies run, one after the other: transfers between the same meshes, or over
         the same axes, share a stream."""
-        kind, key, *roles = channel
+        kind, key = channel[:2]
         if kind == "group":
-            return channel
+            return (kind, key, *starts)
         endpoints = match_transfer(self.graphs, key)
-        return (kind, endpoints.source.mesh, endpoints.target.mesh, endpoints.axes, *roles)
+        return (kind, endpoints.source.mesh, endpoints.target.mesh, endpoints.axes, *starts)
 
     def line_name(self, line: tuple[Any, ...]) -> str:
         if line[0] == "group":
@@ -259,10 +218,8 @@ class _TaskLowering:
 
     def copy(self, bucket: Sequence[tuple[Channel, Starts]]) -> int:
         """The task of a transfer, or of the merged collectives of a bucket."""
-        (kind, key, *roles), starts = bucket[0]
-        if missing := [r for r in roles if r not in starts]:
-            node = self.tasks[next(iter(starts.values()))].node
-            raise VerifyError(f"role {missing[0]} lacks a start of {kind} {key}", where=str(origin_of(node)))
+        (kind, key, *_), starts = bucket[0]
+        roles = tuple(starts)
         first = self.tasks[starts[roles[0]]]
         if kind == "transfer":
             self.priced[key] = self.priced.get(key) or self.transferred(key, roles, first)
@@ -314,7 +271,7 @@ class _TaskLowering:
         """The starts that a copy needs and those whose waits need it: all. In a pipelined schedule a transfer is
         buffered: it needs its senders and blocks its receivers."""
         every = list(starts.values())
-        if kind == "group" or not self.is_buffered:
+        if kind == "group" or not self.schedule.is_pipelined:
             return every, every
         channel = match_transfer(self.graphs, key)
         senders = [
@@ -387,23 +344,21 @@ def _samples(transfer: Transfer) -> Iterator[Sequence[Any]]:
     yield from (routes.sent_by(device) for device in transfer.source.mesh.devices[:16])
 
 
-def items_by_part(role: RoleTasks) -> tuple[list[Kernel | fx.Node], ...]:
-    """Kernels, starts and waits of a role in order, cut at the first node of backward and of update."""
-    nodes = list(role.role.graph.nodes)
-    items: list[tuple[float, Kernel | fx.Node]] = [(k.position, k) for k in role.kernels]
-    items += [(float(i), n) for i, n in enumerate(nodes) if n.target in STARTS or n.target is WAIT]
+def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, Kernel | fx.Node]]:
+    """Kernels, starts and waits of a role in order, each with its section. A kernel stands on the side of the begin of
+    backward on which its position is."""
+    places = {node: float(i) for i, node in enumerate(role.role.graph.nodes)}
+    backward, update = ((places[n] if (n := role.begin(kind)) else inf) for kind in ("backward", "update"))
+    items: list[tuple[float, Kernel | fx.Node]] = [(k.position, k) for k in kernels]
+    items += [(places[n], n) for n in places if n.target in STARTS or n.target is WAIT]
     items.sort(key=lambda item: item[0])
-    run = [(i, PARTS[origin_of(n).phase]) for i, n in enumerate(nodes) if n.op == "call_function"]
-    update = next((i for i, part in run if part == UPDATE), len(nodes))
-    backward = min(next((i for i, part in run if part == BACKWARD), update), update)
-    parts: tuple[list[Kernel | fx.Node], ...] = ([], [], [])
     for position, item in items:
-        parts[FORWARD if position < backward else BACKWARD if position < update else UPDATE].append(item)
-    return parts
-
-
-def _node(item: Kernel | fx.Node) -> fx.Node:
-    return item.node if isinstance(item, Kernel) else item
+        kind = role.kinds[item.node if isinstance(item, Kernel) else item]
+        if position >= update:
+            kind = "update"
+        elif kind in ("forward", "backward", "update"):
+            kind = "forward" if position < backward else "backward"
+        yield kind, item
 
 
 def lower_tasks(
@@ -411,23 +366,21 @@ def lower_tasks(
     profile: MachineProfile,
     fusion: Fusion,
     microbatches: int = 1,
-    pipeline: Pipeline = "sequential",
+    schedule: ScheduleName = "sequential",
     matmul_dtype: torch.dtype | None = None,
     buckets: Buckets = "none",
 ) -> Tasks:
     """The tasks of a step on a machine. Roles are stages of a pipeline; for `buckets` see `simulate.buckets`."""
     check_buckets(buckets)
+    sections = sections_of_roles(graphs, reports=schedule != "sequential")
+    actions = schedule_of(schedule, sections, microbatches)
     roles = []
-    for graph in graphs:
-        local = local_values(graph)
-        kernels, local = kernels_of(graph, local, fusion, profile.fusion == "none", profile.update)
-        roles.append(RoleTasks(graph, local, tuple(kernels)))
+    for its in sections:
+        local = local_values(its.role)
+        kernels, local = kernels_of(its.role, local, fusion, profile.fusion == "none", profile.update)
+        roles.append(RoleTasks(its.role, local, tuple(kernels), tuple(_items(its, kernels))))
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
-    is_buffered = pipeline != "sequential"
-    exchange = loss_exchange(graphs) if is_buffered else [frozenset[fx.Node]()] * len(graphs)
-    stages = stage_numbers(graphs, exchange) if pipeline == "1f1b" else range(len(graphs))
-    passes = [passes_of(stage, max(stages) + 1, microbatches, pipeline) for stage in stages]
-    return _TaskLowering(graphs, profile, roles, passes, narrow, is_buffered, exchange, buckets, fusion).run()
+    return _TaskLowering(graphs, profile, roles, actions, narrow, buckets, fusion).run()
 
 
 def launch_times(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> Iterator[float]:
