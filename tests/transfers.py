@@ -14,7 +14,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank
 from meshweave.place.expand.expand import expand
 from meshweave.place.movement.plan import plan_move
-from meshweave.runtime.executor import FORWARD, compile_tasks
+from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.world import World
 
 Case = tuple[str, Mesh, str, Mesh, str]  # name, source mesh and layout, target mesh and layout
@@ -74,8 +74,8 @@ def run(world: World, roles: tuple[RankGraph, ...], source: Layout, held: list[T
         for slot in rank.inputs:
             env[slot] = held[source.mesh.index(device)]
     executor.begin(envs)
-    for part in range(FORWARD, FORWARD + 3):
-        executor.run(part)
+    for action in ("forward", "backward", "update"):
+        executor.run(action)
     return {d: env[rank.outputs[0]] for d, env, rank in zip(world.devices, envs, ranks, strict=True) if rank.outputs}
 
 

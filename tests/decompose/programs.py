@@ -14,7 +14,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.verify import verify_rank
-from meshweave.runtime.executor import FORWARD, compile_tasks
+from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.world import LocalWorld, World
 
 Build = Callable[..., Sequence[fx.Node]]  # (call, *placeholders) -> outputs
@@ -54,8 +54,8 @@ def run(role: RankGraph, values: Mapping[str, Tensor], world: World | None = Non
         for item, layout, slot in zip(role.inputs, role.layouts, compiled.inputs, strict=True):
             env[slot] = values[item.name][layout.box_of(item.spec.shape, device).slices()].clone().to(world.device)
     executor.begin(envs)
-    for part in range(FORWARD, FORWARD + 3):
-        executor.run(part)
+    for action in ("forward", "backward", "update"):
+        executor.run(action)
     return {d: [env[slot] for slot in compiled.outputs] for d, env in zip(world.devices, envs, strict=True)}
 
 

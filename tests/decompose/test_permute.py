@@ -24,7 +24,7 @@ from meshweave.ir.graph import Input, Origin, Spec, StepGraph
 from meshweave.ir.layout import Layout
 from meshweave.ir.rank import RankGraph, ring_index
 from meshweave.ir.values import local_values
-from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, compile_tasks
+from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.measured import measured
 from meshweave.runtime.tracing import HostClock, Recorder
 from meshweave.runtime.world import LocalWorld
@@ -192,8 +192,8 @@ def test_a_permute_is_recorded() -> None:
     executor.record(recorder)
     began = recorder.mark()
     executor.begin(envs)
-    for part in (FORWARD, BACKWARD, UPDATE):
-        executor.run(part)
+    for action in ("forward", "backward", "update"):
+        executor.run(action)
     found = measured([made], recorder.traces(world.devices, began, recorder.mark()))
     (span,) = (s for s in found.spans if s.kind != "compute")
     assert (span.op, span.kind, span.bytes, span.group) == ("permute", "transfer", 16.0, "b")

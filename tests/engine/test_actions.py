@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.simulate.test_pipelines import stages
 
-from meshweave.engine.actions import actions_of, schedule_of, stage_numbers
+from meshweave.engine.actions import actions_of, forms_of, name_of, schedule_of, stage_numbers
 from meshweave.engine.sections import KINDS, sections_of_roles
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import origin_of
@@ -42,7 +42,15 @@ def test_stages_are_numbered_in_the_order_of_a_microbatch() -> None:
     assert stage_numbers(sections[::-1]) == [3, 2, 1, 0]
     schedule = schedule_of("1f1b", sections, 2)
     assert schedule.is_pipelined
-    assert str(schedule).splitlines()[3] == "GF0 B0 F1 BR1 L0 L1 U1"
+    assert str(schedule).splitlines()[3] == "F0 B0 F1 B1 L0 L1 U1"  # nothing is prepared or reduced
+
+
+def test_microbatches_of_one_form_run_the_same() -> None:
+    first, *middle, last = forms_of(actions_of("sequential", 4))
+    assert first == (("unshard", "forward"), ("backward",))
+    assert middle == [(("forward",), ("backward",))] * 2
+    assert last == (("forward",), ("backward", "reduce"), ("update",))
+    assert list(map(name_of, last)) == ["forward", "backward", "update"]
 
 
 def test_unknown_schedule() -> None:

@@ -23,7 +23,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_placed, verify_rank
 from meshweave.place.expand.expand import expand
 from meshweave.place.movement.plan import plan_move
-from meshweave.runtime.executor import FORWARD, compile_tasks
+from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.world import LocalWorld
 
 MESHES = {"2x2": Mesh("a=2,b=2"), "2x3": Mesh("a=2,b=3"), "2x2x2": Mesh("a=2,b=2,c=2")}
@@ -72,7 +72,7 @@ def run_rank(rank: RankGraph, held: Sequence[Tensor]) -> list[Tensor]:
     for env, piece in zip(envs, held, strict=True):
         env[compiled.inputs[0]] = piece
     executor.begin(envs)
-    executor.run(FORWARD)
+    executor.run("forward")
     return [env[compiled.outputs[0]] for env in envs]
 
 

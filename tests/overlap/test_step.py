@@ -104,7 +104,7 @@ def test_what_a_role_does_stays_and_its_input_too() -> None:
 def test_parts_of_the_step_stay_in_order() -> None:
     """What stands in a part is of it, or waits for what began before; only gathers of backward begin in forward."""
     ((role,), _), (old,) = scheduled(), program().roles
-    parts = [[task.node for task in part] for part in compile_tasks(role, torch.device("cpu")).tasks]
+    parts = [[task.node for task in part] for part in compile_tasks(role, torch.device("cpu")).tasks.values()]
     expected = [{"forward", "loss"}, {"forward", "loss", "backward"}, {"backward", "update"}]
     for part, phases in zip(parts, expected, strict=True):
         assert {origin_of(n).phase for n in part} <= phases
@@ -119,7 +119,7 @@ def test_parts_of_the_step_stay_in_order() -> None:
 @pytest.mark.slow
 def test_with_several_microbatches_nothing_is_under_way_when_the_next_begins() -> None:
     (role,), _ = scheduled("fsdp=4", accumulate=2)
-    parts = [{task.node for task in part} for part in compile_tasks(role, torch.device("cpu")).tasks]
+    parts = [{task.node for task in part} for part in compile_tasks(role, torch.device("cpu")).tasks.values()]
     begun = [n for n in starts(role) if n not in parts[2]]
     assert len(begun) > 5
     every = [n for n in begun if origin_of(n).phase != "reduce"]  # what the last microbatch alone begins may go on

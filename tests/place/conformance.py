@@ -236,7 +236,7 @@ def run_sharded(case: Case, option: Assignment, seed: int = 1) -> list[list[Tens
             env[slot] = own_rows(piece, ends, *owner(case, value, layout, device), 0) if layout.owned else piece
     with torch.no_grad():
         for device, env in zip(mesh.devices, envs, strict=True):
-            for task in (t for part in compiled.tasks for t in part):
+            for task in (t for part in compiled.tasks.values() for t in part):
                 env[task.out] = evaluate(task, env, device)
     return [[env[slot] for env in envs] for slot in compiled.outputs]
 

@@ -77,7 +77,7 @@ def no_bytes_of_bools(monkeypatch: pytest.MonkeyPatch) -> None:
 def num_regions(step: mw.TrainStep) -> int:
     return sum(
         task.fused is not None and isinstance(task.function, Runner)
-        for part in step.session.ranks[0].tasks
+        for part in step.session.ranks[0].tasks.values()
         for task in part
     )
 

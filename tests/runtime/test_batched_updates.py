@@ -13,7 +13,6 @@ from torch import nn
 import meshweave as mw
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.runtime import batched_updates
-from meshweave.runtime.executor import UPDATE
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -53,7 +52,7 @@ def trained(name: str, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor]
 
 
 def num_calls(step: mw.TrainStep) -> int:
-    return len(step.session.ranks[0].tasks[UPDATE])
+    return len(step.session.ranks[0].tasks["update"])
 
 
 @pytest.mark.parametrize("options", [{}, {"mesh": "fsdp=2"}, {"mesh": "dp=2", "clip_grad_norm": 0.1}], ids=str)
@@ -73,7 +72,7 @@ def test_the_same_bits_with_fewer_calls(name: str, options: dict[str, Any], monk
 def test_communications_keep_their_order() -> None:
     _, step = trained("adamw", {"mesh": "fsdp=2", "clip_grad_norm": 0.1})
     (role,) = step.program.roles
-    tasks = [task.node for part in step.session.ranks[0].tasks for task in part]
+    tasks = [task.node for part in step.session.ranks[0].tasks.values() for task in part]
     ends = [n for n in tasks if n.target in STARTS or n.target is WAIT]
     assert ends == [n for n in role.graph.nodes if n.target in STARTS or n.target is WAIT]
 
@@ -83,6 +82,6 @@ def test_a_call_per_op() -> None:
     model, data = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), batches(1, (8, 8), (8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = mw.compile(model, loss=mse, example=data[0], optimizer=optimizer, mesh="", forward=lambda m, b: m(b["x"]))
-    (task,) = step.session.ranks[0].tasks[UPDATE]
+    (task,) = step.session.ranks[0].tasks["update"]
     assert task.fused is not None
     assert len(task.outs) == 12

@@ -11,7 +11,7 @@ from tests.training import batches, train
 from torch import nn
 
 from meshweave.errors import StepError
-from meshweave.runtime.executor import FORWARD, Env, Slot, Task, environment
+from meshweave.runtime.executor import Env, Slot, Task, environment
 from meshweave.runtime.session import RunOptions
 from meshweave.runtime.straight_line import straight_line
 
@@ -79,7 +79,7 @@ def test_a_step_frees_what_is_dead_and_keeps_no_intermediate_value() -> None:
     sizes = {slot: item.spec.shape for slot, item in zip(compiled.inputs, compiled.graph.inputs, strict=True)}
     for slot, shape in sizes.items():
         env[slot] = torch.ones(shape)
-    straight_line(compiled.tasks[FORWARD], 0, never)(env, None)
-    freed = {slot for each in compiled.tasks[FORWARD] for slot in each.frees}
+    straight_line(compiled.tasks["forward"], 0, never)(env, None)
+    freed = {slot for each in compiled.tasks["forward"] for slot in each.frees}
     assert freed
     assert all(env[slot] is None for slot in freed)

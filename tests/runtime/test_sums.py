@@ -91,7 +91,7 @@ def test_long_sums_are_written_into_operands_that_nobody_else_reads(
 
 
 def owned_starts(role: RankGraph) -> list[fx.Node]:
-    tasks = compile_tasks(role, torch.device("cpu")).tasks
+    tasks = compile_tasks(role, torch.device("cpu")).tasks.values()
     return [task.node for part in tasks for task in part if task.owns_operand]
 
 

@@ -18,7 +18,7 @@ from meshweave.ir.graph import Input, Origin, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
-from meshweave.runtime.executor import FORWARD, compile_tasks
+from meshweave.runtime.executor import compile_tasks
 from meshweave.runtime.world import LocalExecutor
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def run(*roles: RankGraph) -> list[Any]:
     for i, (env, rank) in enumerate(zip(envs, ranks, strict=True)):
         env[rank.inputs[0]] = torch.tensor(float(i + 1))
     executor.begin(envs)
-    executor.run(FORWARD)
+    executor.run("forward")
     return [env[rank.outputs[0]] for env, rank in zip(envs, ranks, strict=True)]
 
 

@@ -6,11 +6,11 @@ gradients reduced after the last, wherever the schedule says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from meshweave.engine.sections import Kind, Sections
+from meshweave.engine.sections import KINDS, Kind, Sections
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import transfer
 
@@ -20,12 +20,20 @@ _LETTERS: Mapping[Kind, str] = {
 }  # fmt: skip
 
 
+Kinds = tuple[Kind, ...]  # of sections that run together, in the order of the graph
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """Sections of a role that run together, in the order of its graph, for a microbatch (from 0)."""
 
-    kinds: tuple[Kind, ...]
+    kinds: Kinds
     microbatch: int = 0
+
+    @property
+    def name(self) -> Kind:
+        """What the action is for: see `name_of`."""
+        return name_of(self.kinds)
 
     def __str__(self) -> str:
         """As `GF0`: parameters are gathered while forward of microbatch 0 runs."""
@@ -35,10 +43,21 @@ class Action:
 Actions = tuple[Action, ...]  # of a role, in order
 
 
+def name_of(kinds: Kinds) -> Kind:
+    """The section that names an action: the first that is not just beside it, as gathers are beside forward."""
+    return next((kind for kind in kinds if kind not in ("unshard", "reduce")), kinds[0])
+
+
+def forms_of(actions: Actions) -> list[tuple[Kinds, ...]]:
+    """By microbatch, what its actions run: microbatches of one form run the same tasks."""
+    count = max(action.microbatch for action in actions) + 1
+    return [tuple(action.kinds for action in actions if action.microbatch == m) for m in range(count)]
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions of each role, for `microbatches` each. What a role runs once per step, it runs with its first
-    microbatch (unshard) or its last (reduce, update)."""
+    microbatch (unshard) or its last (reduce, update). Sections that no role has are left out."""
 
     name: ScheduleName
     microbatches: int
@@ -64,11 +83,13 @@ def schedule_of(name: ScheduleName, sections: Sequence[Sections], microbatches: 
         raise MeshweaveError("unknown pipeline schedule", got=repr(name), expected=", ".join(get_args(ScheduleName)))
     stages = stage_numbers(sections) if name == "1f1b" else [0] * len(sections)
     ahead = [max(stages) - stage for stage in stages]
-    return Schedule(name, microbatches, tuple(actions_of(name, microbatches, count) for count in ahead))
+    kinds = {"forward", "backward", "update"}.union(*(its.kinds.values() for its in sections))
+    return Schedule(name, microbatches, tuple(actions_of(name, microbatches, count, kinds) for count in ahead))
 
 
-def actions_of(name: ScheduleName, microbatches: int, stages_after: int = 0) -> Actions:
-    """The actions of a role. `stages_after`: how many stages a microbatch passes after it."""
+def actions_of(name: ScheduleName, microbatches: int, stages_after: int = 0, kinds: Collection[str] = KINDS) -> Actions:
+    """The actions of a role that has sections of these kinds. `stages_after`: how many stages a microbatch passes
+    after it."""
     numbers = range(microbatches)
     order: list[tuple[Kind, int]] = []
     if name == "gpipe":
@@ -81,7 +102,9 @@ def actions_of(name: ScheduleName, microbatches: int, stages_after: int = 0) -> 
             order.append(("backward", m))
     else:
         order = [(kind, m) for m in numbers for kind in ("forward", "backward")]
-    return (*_with_rest(order, microbatches, name != "sequential"),)
+    whole = _with_rest(order, microbatches, name != "sequential")
+    actions = (Action(tuple(kind for kind in each.kinds if kind in kinds), each.microbatch) for each in whole)
+    return tuple(action for action in actions if action.kinds)
 
 
 def _with_rest(order: Iterable[tuple[Kind, int]], microbatches: int, is_pipelined: bool) -> Iterable[Action]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from meshweave.interop.ops import aten_ops, operator_name
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import Spec
+from meshweave.ir.graph import Spec, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.regions.cut import Fused
 
@@ -44,10 +44,8 @@ def batched_updates(
     parts: Sequence[Sequence[fx.Node]],
     kept: Collection[fx.Node],
 ) -> list[list[Step]]:
-    """The parts of a step, the last of which (the update) computes equal ops on small tensors together."""
-    *earlier, update = parts
-    parts_before: list[list[Step]] = [list(part) for part in earlier]
-    return [*parts_before, _batched(update, kept)]
+    """The parts of a step, of which the update computes equal ops on small tensors together."""
+    return [_batched(part, kept) if part and origin_of(part[-1]).phase == "update" else list(part) for part in parts]
 
 
 def _batched(nodes: Sequence[fx.Node], kept: Collection[fx.Node]) -> list[Step]:

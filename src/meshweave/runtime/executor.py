@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
+from meshweave.engine.actions import Kinds, actions_of, forms_of, name_of
+from meshweave.engine.sections import Kind, sections_of
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.collectives import STARTS, WAIT
-from meshweave.ir.graph import PARTS, is_prepared, map_nodes, op_name, origin_of
+from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols, prepared_values
 from meshweave.ir.traits import FACTORIES
 from meshweave.ir.values import local_values
 from meshweave.runtime.regions.cut import Fused
 
-FORWARD, BACKWARD, UPDATE = 0, 1, 2  # the parts of a step, which run in this order
-
+WHOLE: tuple[Kinds, ...] = forms_of(actions_of("sequential", 1))[0]  # the actions of a step of a single microbatch
 _CAT, _ADD = torch.ops.aten.cat.default, torch.ops.aten.add.Tensor
 
 Env = list[Any]  # the values of a device: a cell per node of its rank graph
@@ -78,40 +79,36 @@ class Task:
 
 @dataclass(slots=True)
 class Compiled:
-    """The tasks of a rank graph in three parts: forward with loss, backward, update.
+    """The tasks of a rank graph in a microbatch, by action.
 
-    In a microbatch that is not the last of its step the update is empty, and backward does not reduce accumulated
-    gradients. One that is not the first gets the values of phase prepare in their slots, `prepared`. A value is freed
-    after its last use; so is an output that `keep` does not name, and an input that is replaced by an output of the
-    same name.
+    A value is freed after its last use; so is an output that `keep` does not name, and an input that is replaced by an
+    output of the same name. `carried`: the slots of what the next microbatch begins with, each with its slot there:
+    sums of gradients, buffers, and what is prepared once.
     """
 
     graph: RankGraph
-    tasks: tuple[tuple[Task, ...], ...]
+    tasks: Mapping[Kind, tuple[Task, ...]]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     num_slots: int
     nodes: tuple[fx.Node, ...]
-    prepared: tuple[int, ...] = ()
+    carried: tuple[tuple[int, int], ...] = ()
 
 
 def compile_tasks(
     graph: RankGraph,
     device: torch.device,
     keep: Callable[[str, str], bool] = lambda kind, name: True,
-    is_last: bool = True,
+    actions: Sequence[Kinds] = WHOLE,
     fuse: Fuse | None = None,
-    is_first: bool = True,
 ) -> Compiled:
-    """The tasks of a role's graph, in the first or last microbatch of a step or in another. `fuse(parts, kept)` says
-    which nodes of each part run together, given the values `kept` that outlive the step."""
-    nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
-    parts = _parts(nodes)
-    if not is_last:
-        parts = [*([n for n in part if origin_of(n).phase != "reduce"] for part in parts[:UPDATE]), []]
+    """The tasks of a role's graph in the actions of a microbatch. One without the update is followed by others, which
+    use what it has prepared. `fuse(parts, kept)` says which nodes of each action run together, given the values `kept`
+    that outlive the microbatch."""
+    sections = sections_of(graph)
+    parts = [sections.nodes(kinds) for kinds in actions]
+    is_last = any("update" in kinds for kinds in actions)
     prepared = prepared_values(graph.graph)
-    if not is_first:
-        parts = [[n for n in part if not is_prepared(n)] for part in parts]
     slot = {n: i for i, n in enumerate(graph.graph.nodes)}
     results = list(next(iter(reversed(graph.graph.nodes))).args[0])
     kept = {n for (kind, name), n in zip(graph.outputs, results, strict=True) if keep(kind, name)}
@@ -152,9 +149,16 @@ def compile_tasks(
         out, frees = (slot[step],), freed(step, (step,))
         return Task(step, function, args, kwargs, out, frees, is_flat, *kind, None, owns, step in renewals)
 
-    tasks = tuple(tuple(task(step) for step in part) for part in steps)
+    tasks = {name_of(its): tuple(task(step) for step in part) for its, part in zip(actions, steps, strict=True)}
     inputs, outputs = tuple(slot[n] for n in sources), tuple(slot[n] for n in results)
-    return Compiled(graph, tasks, inputs, outputs, len(slot), tuple(slot), tuple(sorted(slot[n] for n in prepared)))
+    carried = [(slot[n], slot[n]) for n in prepared]
+    places = {(i.kind, i.name): slot[n] for i, n in zip(graph.inputs, sources, strict=True)}
+    carried += [
+        (slot[n], places[key])
+        for key, n in zip(graph.outputs, results, strict=True)
+        if key[0] in ("buffer", "acc") and key in places
+    ]
+    return Compiled(graph, tasks, inputs, outputs, len(slot), tuple(slot), () if is_last else tuple(carried))
 
 
 def _read_by(step: Step) -> Sequence[fx.Node]:
@@ -187,15 +191,6 @@ def _sums(graph: RankGraph) -> set[fx.Node]:
     return sums
 
 
-def _parts(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The nodes that run, cut before the first node of backward and the first of the update."""
-    run = [n for n in nodes if n.target not in SYMBOLS]
-    parts = [PARTS[origin_of(n).phase] for n in run]
-    update = parts.index(UPDATE) if UPDATE in parts else len(run)
-    backward = parts.index(BACKWARD, 0, update) if BACKWARD in parts[:update] else update
-    return [run[:backward], run[backward:update], run[update:]]
-
-
 def environment(compiled: Compiled, device: int) -> Env:
     """The cells of a device, empty except for its symbols."""
     env: Env = [None] * compiled.num_slots
@@ -203,6 +198,11 @@ def environment(compiled: Compiled, device: int) -> Env:
     for node, value in bind_symbols(compiled.graph.graph, compiled.graph.coordinates(device)).items():
         env[slot[node]] = value
     return env
+
+
+def carried_values(compiled: Compiled, env: Env) -> dict[int, Any]:
+    """What a microbatch hands over to the next one, by its slot there."""
+    return {to: env[slot] for slot, to in compiled.carried}
 
 
 def perform(task: Task, env: Env, device: int) -> None:

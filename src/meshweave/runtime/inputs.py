@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,6 @@ class _DeviceInputs:
     sums: list[tuple[int, Input, Box]] = field(default_factory=list)  # of gradients, over microbatches
     constants: list[tuple[int, str]] = field(default_factory=list)
     numbers: list[tuple[int, str]] = field(default_factory=list)  # of the pass, by name
-    slots: dict[Key, int] = field(default_factory=dict)
 
 
 class Inputs:
@@ -44,7 +44,6 @@ class Inputs:
     def _device(self, rank: Compiled, device: int) -> _DeviceInputs:
         its = _DeviceInputs()
         for item, layout, slot in zip(rank.graph.inputs, rank.graph.layouts, rank.inputs, strict=True):
-            its.slots[item.kind, item.name] = slot
             if item.kind in LASTING:
                 holders = [d for d in self.world.devices if d in layout.mesh]
                 its.lasting.append((slot, (item.kind, item.name), holders.index(device)))
@@ -63,16 +62,17 @@ class Inputs:
         state: State,
         batch: Mapping[str, Tensor],
         draw: int,
-        between: Sequence[dict[Key, Tensor]],
+        carried: Sequence[dict[int, Any]],
         meter: Meter | None,
     ) -> None:
-        """Fill fresh environments. `draw` is the number of the pass, for random ops. `between` are the values that the
-        previous microbatch has left on each device; its sums of gradients are handed over, and are 0 for the first."""
+        """Fill fresh environments. `draw` is the number of the pass, for random ops. `carried` are the values that the
+        previous microbatch hands over on each device, by slot, and are empty afterwards; sums of gradients are 0 for
+        the first."""
         numbers = numbers_on(self.world.device, {"draw": draw}, torch.int64)
         if any(name == LOSS_SCALE for its in self._devices for _, name in its.numbers):
             numbers |= numbers_on(self.world.device, {LOSS_SCALE: state.scaler.scale}, torch.float32)
         pieces = state.pieces
-        for i, (its, env, left) in enumerate(zip(self._devices, envs, between, strict=True)):
+        for i, (its, env, came) in enumerate(zip(self._devices, envs, carried, strict=True)):
             for slot, key, index in its.lasting:
                 env[slot] = pieces[key][index]
             for slot, item, box in its.batch:
@@ -82,14 +82,13 @@ class Inputs:
             for slot, name in its.numbers:
                 env[slot] = numbers[name]
             for slot, item, box in its.sums:
-                env[slot] = left.pop(("acc", item.name), None)
+                env[slot] = came.pop(slot, None)
                 if env[slot] is None:
                     env[slot] = torch.zeros(box.size, dtype=item.spec.dtype, device=self.world.device)
                 elif meter is not None:
                     self._handed_over(meter, i, item.name, env[slot])
-            for key, value in left.items():
-                if key in its.slots:
-                    env[its.slots[key]] = value
+            for slot in [*came]:
+                env[slot] = came.pop(slot)
 
     def _handed_over(self, meter: Meter, index: int, name: str, total: Tensor) -> None:
         inputs, results = nodes_of(self._ranks[index])

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshweave.engine.sections import Kind
 from meshweave.interop.pytree import tree_leaves, tree_map_only
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import ragged
 from meshweave.runtime.cuda_graphs import CudaGraphs, Place, RecordingFailed
-from meshweave.runtime.executor import UPDATE, After, Compiled, Env, Slot, Task, perform
+from meshweave.runtime.executor import After, Compiled, Env, Slot, Task, perform
 from meshweave.runtime.straight_line import Run, straight_line
 
 LEAST_TASKS = 4  # fewer are called as fast as replayed
@@ -32,7 +33,7 @@ COPIED_BYTES = 8 << 20
 # Where parameters move again and again, all is recorded anew once in so many passes, beside some recordings that are
 # free: recording takes as long as a few passes.
 PASSES, FREE_RECORDINGS = 20, 3
-_OBSERVED = 2  # runs of a part after which it may be recorded
+_OBSERVED = 2  # runs of an action after which it may be recorded
 _FIXED = ("param", "state", "buffer", "constant")
 _NOTES = logging.getLogger("meshweave")
 
@@ -71,24 +72,24 @@ class Block:
 
 @dataclass(slots=True)
 class RecordedPasses:
-    """Runs the parts of passes of one device. `others(task, env)` runs a communication."""
+    """Runs the actions of passes of one device. `others(task, env)` runs a communication."""
 
     compiled: Compiled
     device: int
     graphs: CudaGraphs
     others: Callable[[Task, Env], None]
     _num_passes: int = 0
-    _num_runs: Counter[int] = field(default_factory=Counter)  # of each part before it is recorded
+    _num_runs: Counter[Kind] = field(default_factory=Counter)  # of each action before it is recorded
     _num_recordings: int = 0
     _is_replayed: bool = False  # the current pass
     _waiting: set[int] = field(default_factory=set)  # ids of the tasks for which the host waits
-    _blocks: dict[int, list[Block]] = field(default_factory=dict)
+    _blocks: dict[Kind, list[Block]] = field(default_factory=dict)
     _renewal: Block | None = None  # copies new parameters and optimizer state into the old ones' memory
     _forms: list[Any] = field(default_factory=list)  # address and strides of the inputs that stay where they are
     _fixed: dict[int, Tensor] = field(default_factory=dict)  # these inputs in the current pass, by slot
     _slot_of: dict[int, int] = field(default_factory=dict)  # their slots, by id, while recording
     _own: set[int] = field(default_factory=set)  # slots with values of recordings in the current pass
-    _open: set[int] = field(default_factory=set)  # parts that are not recorded yet
+    _open: set[Kind] = field(default_factory=set)  # actions that are not recorded yet
     _fixed_slots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -97,13 +98,13 @@ class RecordedPasses:
         self._fixed_slots = tuple(s for i, s in inputs if i.kind in _FIXED and (i.kind, i.name) not in renewed)
 
     def begin(self, env: Env) -> bool:
-        """Whether the pass runs here, part by part."""
+        """Whether the pass runs here, action by action."""
         if self.graphs.user not in (None, self):
             return False
         self._num_passes += 1
         self.graphs.user = self
-        parts = (part for part, tasks in enumerate(self.compiled.tasks) if tasks)
-        self._is_replayed = all(self._num_runs[part] >= _OBSERVED for part in parts)
+        actions = (action for action, tasks in self.compiled.tasks.items() if tasks)
+        self._is_replayed = all(self._num_runs[action] >= _OBSERVED for action in actions)
         if not self._is_replayed:
             return True
         self._own.clear()
@@ -129,25 +130,25 @@ class RecordedPasses:
             self._forget()
 
     @torch.no_grad()
-    def run(self, part: int, env: Env, after: After | None) -> None:
-        """Run a part. `after` is called only while passes are observed: later, new parameters and optimizer state are
-        in the memory of the old."""
-        tasks = self.compiled.tasks[part]
+    def run(self, action: Kind, env: Env, after: After | None) -> None:
+        """Run an action. `after` is called only while passes are observed: later, new parameters and optimizer state
+        are in the memory of the old."""
+        tasks = self.compiled.tasks[action]
         if not self._is_replayed:
-            self._observe(tasks, env, after, is_first=not self._num_runs[part])
-            self._num_runs[part] += 1
+            self._observe(tasks, env, after, is_first=not self._num_runs[action])
+            self._num_runs[action] += 1
             return
-        if part not in self._blocks:
-            self._blocks[part] = list(self._cut(tasks))
-        for block in self._blocks[part]:
+        if action not in self._blocks:
+            self._blocks[action] = list(self._cut(tasks))
+        for block in self._blocks[action]:
             self._run(block, env)
-        if part == UPDATE:
+        if action == "update":
             self._renew(env)
-        self._open.discard(part)
+        self._open.discard(action)
 
     def _forget(self) -> None:
         self._blocks, self._renewal, self._forms = {}, None, []
-        self._open = {part for part, tasks in enumerate(self.compiled.tasks) if tasks}
+        self._open = {action for action, tasks in self.compiled.tasks.items() if tasks}
 
     def _observe(self, tasks: Sequence[Task], env: Env, after: After | None, is_first: bool) -> None:
         """Run task by task, and note for which of them the host waits; not the first time, when kernels are loaded and
@@ -278,7 +279,7 @@ class RecordedPasses:
 
     def _renew(self, env: Env) -> None:
         """Copy new parameters and optimizer state that were not computed in the memory of the old into it."""
-        if UPDATE in self._open:
+        if "update" in self._open:
             self._renewal = self._renewal_block(env)
         if self._renewal is not None:
             self._run(self._renewal, env)
@@ -312,11 +313,11 @@ class RecordedPasses:
 def can_be_recorded(compiled: Compiled) -> bool:
     """Whether passes over a step may be recorded: if its regions are compiled, which computes most new values in the
     memory of the old, and every new parameter and optimizer state is computed by the update, for itself alone."""
-    if not any(task.fused is not None for tasks in compiled.tasks for task in tasks):
+    if not any(task.fused is not None for tasks in compiled.tasks.values() for task in tasks):
         return False
     pairs = zip(compiled.graph.outputs, compiled.outputs, strict=True)
     renewed = [slot for key, slot in pairs if key[0] in ("param", "state")]
-    computed = {slot for task in compiled.tasks[UPDATE] for slot in task.outs}
+    computed = {slot for task in compiled.tasks["update"] for slot in task.outs}
     return len(renewed) == len(set(renewed)) and computed.issuperset(renewed)
 
 

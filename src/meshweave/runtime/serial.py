@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from meshweave.engine.sections import Kind
 from meshweave.errors import MeshweaveError
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.cuda_graphs import CudaGraphs
@@ -57,7 +58,7 @@ class SerialExecutor:
     _fresh: Env = field(init=False)
     _env: Env = field(default_factory=list)
     _recorder: Recorder | None = None
-    _codes: dict[int, Run] = field(default_factory=dict)  # of the parts that have run
+    _codes: dict[Kind, Run] = field(default_factory=dict)  # of the actions that have run
     _passes: RecordedPasses | None = None
     _is_recorded: bool = False  # the current pass
 
@@ -88,23 +89,23 @@ class SerialExecutor:
         if self._passes is not None:
             self._passes.end()
 
-    def run(self, part: int, after: After | None = None) -> None:
-        """Run a part to its end on all local devices.
+    def run(self, action: Kind, after: After | None = None) -> None:
+        """Run an action of the microbatch to its end on all local devices.
 
         `after(i, task)` is called when new parameters or optimizer state are available on local device i. Raises
         StepError when a task fails."""
         env, recorder = self._env, self._recorder
         if self._passes is not None and self._is_recorded:
-            self._passes.run(part, env, after)
+            self._passes.run(action, env, after)
             return
         if recorder is None and self.meter is None:
             with torch.no_grad():
-                self._code(part)(env, after)
+                self._code(action)(env, after)
             return
         if recorder is not None:
-            recorder.part_begins()
+            recorder.action_begins()
         with torch.no_grad():
-            for task in self.compiled.tasks[part]:
+            for task in self.compiled.tasks[action]:
                 began = None if recorder is None else recorder.mark()
                 self._run(task, env)
                 if recorder is not None:
@@ -113,10 +114,10 @@ class SerialExecutor:
                     report_value(self.meter, task, env, 0)
                 finish(task, env, 0, self.meter, after, self.compiled)
 
-    def _code(self, part: int) -> Run:
-        if part not in self._codes:
-            self._codes[part] = straight_line(self.compiled.tasks[part], self.device, self._run)
-        return self._codes[part]
+    def _code(self, action: Kind) -> Run:
+        if action not in self._codes:
+            self._codes[action] = straight_line(self.compiled.tasks[action], self.device, self._run)
+        return self._codes[action]
 
     def _run(self, task: Task, env: Env) -> None:
         if task.is_wait:

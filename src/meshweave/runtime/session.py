@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from meshweave.capture.step import LossScale, unscaled
 from meshweave.capture.step_inputs import LOSS_SCALE
 from meshweave.cost.simulate.result import Simulation
+from meshweave.engine.actions import Kinds, forms_of, schedule_of
+from meshweave.engine.sections import READ_AFTER, sections_of_roles
 from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
 from meshweave.ir.liveness import peak_bytes
@@ -32,7 +34,7 @@ from meshweave.runtime.batched_updates import batched_updates
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.cluster import on_any
 from meshweave.runtime.cuda_graphs import CudaGraphs
-from meshweave.runtime.executor import BACKWARD, FORWARD, UPDATE, Compiled, Env, Meter, compile_tasks
+from meshweave.runtime.executor import Compiled, Env, Meter, carried_values, compile_tasks
 from meshweave.runtime.inputs import Inputs, numbers_on
 from meshweave.runtime.measured import measured
 from meshweave.runtime.recorded import can_be_recorded
@@ -47,15 +49,16 @@ from meshweave.runtime.regions.compiler import (
     region_functions,
 )
 from meshweave.runtime.serial import SerialExecutor
-from meshweave.runtime.state import LASTING, Key, LossScaler, State
+from meshweave.runtime.state import LASTING, LossScaler, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.update import Replacements, Update, metrics_of, outputs, pieces_by_name, scalar
 from meshweave.runtime.watch import POLL
 from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
-from meshweave.runtime.world import Executor, World, free_bytes
+from meshweave.runtime.world import World, free_bytes
 
 Done = Callable[[bool], None] | None
+Form = tuple[Kinds, ...]  # what the actions of a microbatch run
 # What `compile_tasks` fuses by, for a role and its devices of this process.
 Fuser = Callable[[RankGraph, Sequence[int], torch.device, Any, Any], Sequence[Sequence[Any]]]
 _MEMORY_SHARE = 0.8  # of the memory that is free: steps op by op also have the allocator's gaps and kernels' scratch
@@ -221,14 +224,6 @@ def mean_of(numbers: Sequence[Tensor]) -> Tensor:
     return numbers[0] if len(numbers) == 1 else torch.stack([*numbers]).double().mean().to(numbers[0].dtype)
 
 
-def _hand_on(ranks: Sequence[Compiled], envs: Sequence[Env], prepared: Sequence[Sequence[Any]]) -> None:
-    """Put what the first microbatch has prepared into the environments of another. No variable of a longer-lived frame
-    holds it: the last microbatch frees each value after its last use."""
-    for rank, env, values in zip(ranks, envs, prepared, strict=False):
-        for slot, value in zip(rank.prepared, values, strict=True):
-            env[slot] = value
-
-
 def check_finite(losses: Sequence[float], step: int) -> None:
     """StepError if the mean loss of a step is NaN or infinite."""
     loss = sum(losses) / len(losses)
@@ -271,8 +266,8 @@ def uninterrupted() -> Iterator[None]:
 class Session:
     """Runs the rank graphs of a program step by step on the devices of a world.
 
-    A step is forward and backward, once per microbatch, then update. A failed step leaves the state of the last
-    completed step, unless it failed during the update: then the state is torn and raises errors.
+    A step is the actions of a schedule: forward and backward, once per microbatch, then update. A failed step leaves
+    the state of the last completed step, unless it failed during the update: then the state is torn and raises errors.
     """
 
     def __init__(
@@ -293,6 +288,9 @@ class Session:
         if share is None:
             # the host launches each kernel; replicas of a value must be equal
             self.compiler.kernels = Kernels(self.graphs is None, world.is_distributed)
+        # roles run the same actions while microbatches come one after the other
+        self._actions = schedule_of("sequential", sections_of_roles(self.roles), settings.accumulate).of_role[0]
+        self._forms = forms_of(self._actions)
         self._has_regions = False
         self._process: CompileProcess | None = None
         self._has_begun, self._num_asked = False, 0
@@ -328,15 +326,14 @@ class Session:
         """The tasks of each local device, and their executor. Unless `fuse` says what runs together, small updates do
         on processors."""
         together = batched_updates if self.world.device.type == "cpu" else None
-        self.ranks, early = self._compiled(fuse or together)
-        self.executor = self.world.executor(self.roles, self.ranks, meter)
+        self._ranks_of = self._compiled(fuse or together)
+        self._executors = {f: self.world.executor(self.roles, its, meter) for f, its in self._ranks_of.items()}
+        self.ranks, self.executor = self._ranks_of[self._forms[-1]], self._executors[self._forms[-1]]
         graphs = self._recorder(fuse is not None)
         if graphs is not None and isinstance(self.executor, SerialExecutor):
             self.executor.record_passes(graphs)
         self.inputs = Inputs(self.world, self.ranks, self.settings.accumulate)
         self.replacements = Replacements.of(self.ranks)
-        # of the first microbatch, and of those between it and the last
-        self._early: tuple[Executor, ...] = tuple(self.world.executor(self.roles, ranks, meter) for ranks in early)
 
     def compile_regions(self, waits: bool = False) -> None:
         """Compile the regions, or begin to, beside steps that run op by op until all processes have them (with `waits`
@@ -386,35 +383,22 @@ class Session:
             _NOTES.warning("the process that compiles regions has failed (%s): they are compiled now", failure)
         return False
 
-    def _compiled(self, fuse: Fuser | None) -> tuple[tuple[Compiled, ...], list[tuple[Compiled, ...]]]:
-        """The tasks of each local device in the last microbatch of a step, and in earlier ones."""
-        kept = {"loss", "metric", "output", "norm", "buffer", "param", "state"}
-        kept |= {"grad"} if self.settings.run.keep_gradients else set()
-        ranks = self._compiled_for(kept, self.settings.accumulate == 1, True, fuse)
-        passed = {"loss", "metric", "buffer", "acc"}
-        firsts = [
-            is_first
-            for is_first in (True, False)[: self.settings.accumulate - 1]
-            if is_first or any(rank.prepared for rank in ranks)
-        ]
-        return ranks, [self._compiled_for(passed, is_first, False, fuse) for is_first in firsts]
+    def _compiled(self, fuse: Fuser | None) -> dict[Form, tuple[Compiled, ...]]:
+        """The tasks of each local device in a microbatch of each form."""
+        return {form: self._compiled_for(form, fuse) for form in self._forms}
 
-    def _compiled_for(self, kept: set[str], is_first: bool, is_last: bool, fuser: Fuser | None) -> tuple[Compiled, ...]:
-        """The tasks of each local device in a microbatch, with outputs of the kinds `kept`."""
+    def _compiled_for(self, form: Form, fuser: Fuser | None) -> tuple[Compiled, ...]:
+        kept = READ_AFTER["forward"] | READ_AFTER["backward"]
+        if ("update",) in form:
+            kept |= {"param", "state", *(["grad"] if self.settings.run.keep_gradients else ())}
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
             if id(rank) not in compiled:
                 own = [d for d in self.world.devices if d in rank.devices]
                 fuse = partial(fuser, rank, own, self.world.device) if fuser is not None else None
-                compiled[id(rank)] = compile_tasks(
-                    rank, self.world.device, lambda kind, _: kind in kept, is_last, fuse, is_first
-                )
+                compiled[id(rank)] = compile_tasks(rank, self.world.device, lambda kind, _: kind in kept, form, fuse)
         return tuple(compiled[id(by_device[d])] for d in self.world.devices)
-
-    @property
-    def _executors(self) -> tuple[Executor, ...]:
-        return (self.executor, *self._early)
 
     # running
 
@@ -429,12 +413,12 @@ class Session:
             with self.world.guard():
                 self.compile_regions()
                 self.bindings.take_over(self.state, is_guarded=True)
-                losses, metrics, left = self._differentiate(micros)
+                losses, metrics = self._differentiate(micros)
                 norm = self._norm()
                 self.was_skipped = self._is_skipped(losses, norm)
                 self.world.check()  # a communication of a GPU that was aborted leaves no result
                 with uninterrupted():
-                    self._update(numbers, left)
+                    self._update(numbers)
                     self._keep_results(losses, metrics, norm)
                     if done is not None:
                         done(self.was_skipped)
@@ -463,48 +447,42 @@ class Session:
             self.world.meet()
             began = recorder.mark()
             self.executor.meter = recorder
-            for executor in self._executors:
+            for executor in self._executors.values():
                 executor.record(recorder)
             try:
                 self.run(micros, numbers, done)
             finally:
                 self.executor.meter = usual_meter
-                for executor in self._executors:
+                for executor in self._executors.values():
                     executor.record(None)
             traces = recorder.traces(self.world.devices, began, recorder.mark())
             all_traces = gathered(traces) if self.world.is_distributed else traces
         return measured(self.roles, all_traces, devices, tokens)
 
-    def _differentiate(
-        self, micros: Sequence[Mapping[str, Tensor]]
-    ) -> tuple[list[Fetched], list[dict[str, Tensor]], list[dict[Key, Tensor]]]:
-        """Forward, loss and backward of each microbatch in turn. Its gradients are added to those of earlier ones; the
-        last reduces their sums over the mesh. Returns losses, metrics, and the buffers that are left on each device."""
+    def _differentiate(self, micros: Sequence[Mapping[str, Tensor]]) -> tuple[list[Fetched], list[dict[str, Tensor]]]:
+        """Forward, loss and backward of each microbatch. Its gradients are added to those of earlier ones; the last
+        reduces their sums over the mesh. Returns losses and metrics."""
         losses, metrics = list[Fetched](), list[dict[str, Tensor]]()
-        left = [dict[Key, Tensor]() for _ in self.ranks]
-        prepared: list[list[Any]] = []
-        for index, batch in enumerate(micros):
-            is_last = index + 1 == self.settings.accumulate
-            executor = self.executor if is_last else self._early[min(index, len(self._early) - 1)]
-            executor.meter = self.executor.meter
-            self._envs = self._inputs(batch, self.state.num_steps * self.settings.accumulate + index, left)
-            _hand_on(self.ranks, self._envs, prepared)
-            if is_last:
-                prepared.clear()
-            executor.begin(self._envs)
-            executor.run(FORWARD)
-            losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.run.check_finite))
-            metrics.append(metrics_of(self.ranks, self._envs))
-            executor.run(BACKWARD)
-            kinds = ("buffer",) if is_last else ("buffer", "acc")
-            left = [
-                {key: env[slot] for key, slot in outputs(rank) if key[0] in kinds}
-                for rank, env in zip(self.ranks, self._envs, strict=True)
-            ]
-            if not is_last:
-                prepared = [[env[s] for s in rank.prepared] for rank, env in zip(self.ranks, self._envs, strict=True)]
-                executor.end()
-        return losses, metrics, left
+        carried = [dict[int, Any]() for _ in self.ranks]
+        for action in self._actions:
+            number = action.microbatch
+            form = self._forms[number]
+            executor = self._executors[form]
+            if action.name == "forward":
+                executor.meter = self.executor.meter
+                draw = self.state.num_steps * self.settings.accumulate + number
+                self._envs = self._inputs(micros[number], draw, carried)
+                executor.begin(self._envs)
+                executor.run("forward")
+                losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.run.check_finite))
+                metrics.append(metrics_of(self.ranks, self._envs))
+            elif action.name == "backward":
+                executor.run("backward")
+                if number + 1 < self.settings.accumulate:
+                    ranks = zip(self._ranks_of[form], self._envs, strict=True)
+                    carried = [carried_values(rank, env) for rank, env in ranks]
+                    executor.end()
+        return losses, metrics
 
     def _norm(self) -> Fetched | None:
         """The global norm of the gradients, if the program has it."""
@@ -537,7 +515,7 @@ class Session:
                 self.bindings.take_over(self.state, is_guarded=True)
                 self._envs = self._inputs(batch, self.state.num_steps, [{} for _ in self.ranks])
                 self.executor.begin(self._envs)
-                self.executor.run(FORWARD)
+                self.executor.run("forward")
                 has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
                 loss = {"loss": scalar(self.ranks, self._envs, "loss")} if has_loss else {}
                 return loss | metrics_of(self.ranks, self._envs), self._outputs(specs)
@@ -557,22 +535,23 @@ class Session:
     def _release(self) -> None:
         """Free the values of a step that has ended, completed or not."""
         self._envs = []
-        for executor in self._executors:
+        for executor in self._executors.values():
             executor.end()
 
-    def _inputs(self, batch: Mapping[str, Tensor], draw: int, between: Sequence[dict[Key, Tensor]]) -> list[Env]:
+    def _inputs(self, batch: Mapping[str, Tensor], draw: int, carried: Sequence[dict[int, Any]]) -> list[Env]:
         envs = self.executor.environment()
-        self.inputs.fill(envs, self.state, batch, draw, between, self.executor.meter)
+        self.inputs.fill(envs, self.state, batch, draw, carried, self.executor.meter)
         return envs
 
-    def _update(self, numbers: Mapping[str, float], left: Sequence[dict[Key, Tensor]]) -> None:
-        """New parameters and optimizer state, unless the step is skipped, and what forward has changed: the buffers
-        that the last microbatch has `left`, and frozen parameters."""
+    def _update(self, numbers: Mapping[str, float]) -> None:
+        """New parameters and optimizer state, unless the step is skipped, and what forward has changed: buffers, and
+        frozen parameters."""
         update = Update(self.state, self.bindings, self.replacements, self._envs)
-        buffers = [(key, v) for its in left for key, v in its.items() if key[0] == "buffer"]
+        ranks = zip(self.ranks, self._envs, strict=True)
+        buffers = [(key, env[slot]) for rank, env in ranks for key, slot in outputs(rank) if key[0] == "buffer"]
         if not self.was_skipped:
             update.begin(numbers_on(self.world.device, numbers, torch.float64))
-            self.executor.run(UPDATE, update.commit)
+            self.executor.run("update", update.commit)
         update.finish(buffers)
         self.bindings.publish(self.state, self._lasting_outputs)
         self.state.num_steps += 1

@@ -184,7 +184,7 @@ class Recorder:
         """The communication that `start` began on local device `index` ran from `began` until now."""
         self._copies[index].append(_Communication(start, began, [[self.clock.mark()]]))
 
-    def part_begins(self) -> None:
+    def action_begins(self) -> None:
         """Tasks run from now on. Communications posted earlier (comparisons of ranks, parameters gathered before the
         step) belong to none of them."""
         self.posted = []

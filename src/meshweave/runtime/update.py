@@ -11,7 +11,7 @@ from itertools import chain
 from torch import Tensor, fx
 
 from meshweave.runtime.bindings import Bindings
-from meshweave.runtime.executor import UPDATE, Compiled, Env, Task
+from meshweave.runtime.executor import Compiled, Env, Task
 from meshweave.runtime.state import Key, State
 
 
@@ -37,7 +37,7 @@ class Replacements:
                     its.setdefault(slot, []).append((key, counts[key]))
                     counts[key] += 1
             targets.append(its)
-        computed = [{slot for task in rank.tasks[UPDATE] for slot in task.outs} for rank in ranks]
+        computed = [{slot for task in rank.tasks["update"] for slot in task.outs} for rank in ranks]
         others = [[slot for slot in its if slot not in own] for its, own in zip(targets, computed, strict=True)]
         numbers = [
             {
@@ -96,7 +96,7 @@ class Update:
                 self.bindings.renew(key, cells[index])
 
     def finish(self, buffers: Sequence[tuple[Key, Tensor]]) -> None:
-        """Store what no task of the update computes, and the buffers that the microbatches have left."""
+        """Store what no task of the update computes, and the new buffers."""
         for i, slots in enumerate(self.replacements.others):
             for slot in slots:
                 self.envs[i][slot] = self.envs[i][slot].clone()

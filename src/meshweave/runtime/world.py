@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.engine.lower import ChannelCopy, lower
+from meshweave.engine.sections import Kind
 from meshweave.engine.task_graph import cycle, run_order
 from meshweave.errors import MeshError, MeshweaveError, StepError
 from meshweave.ir.collectives import TABLE, transfer
@@ -22,7 +23,6 @@ from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.routes import Message
 from meshweave.runtime.executor import (
-    UPDATE,
     After,
     Compiled,
     Env,
@@ -69,17 +69,19 @@ class LocalExecutor:
     ) -> None:
         self.ranks, self.devices, self.on, self.meter = tuple(ranks), tuple(devices), on, meter
         roles = list({id(rank): rank for rank in self.ranks}.values())
-        parts = [[[task.node for task in part] for part in rank.tasks] for rank in roles]
+        parts = [[[task.node for task in its] for its in rank.tasks.values()] for rank in roles]
         self.lowered = lower([rank.graph for rank in roles], self.devices, parts)
-        order = run_order(self.lowered.graph, UPDATE + 1)
+        order = run_order(self.lowered.graph, len(roles[0].tasks))
         if circle := cycle(self.lowered.graph, order):
             raise StepError(
                 "devices wait for each other: a deadlock",
                 got="\n    waits for ".join(map(self.lowered.describe, circle)),
                 hint="run meshweave check, which finds deadlocks before anything runs",
             )
-        tasks = [[task for part in rank.tasks for task in part] for rank in self.ranks]
-        self._order = [[self._step(task, tasks) for task in part] for part in order]
+        tasks = [[task for its in rank.tasks.values() for task in its] for rank in self.ranks]
+        self._order = {
+            action: [self._step(task, tasks) for task in its] for action, its in zip(roles[0].tasks, order, strict=True)
+        }
         self._fresh = [environment(rank, d) for rank, d in zip(self.ranks, self.devices, strict=True)]
         self._envs: list[Env] = []
         self._recorder: Recorder | None = None
@@ -110,8 +112,8 @@ class LocalExecutor:
         self._envs = []
 
     @torch.no_grad()
-    def run(self, part: int, after: After | None = None) -> None:
-        for step in self._order[part]:
+    def run(self, action: Kind, after: After | None = None) -> None:
+        for step in self._order[action]:
             if isinstance(step, _DeviceCopy):
                 self._copy(step)
             else:

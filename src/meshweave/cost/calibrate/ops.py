@@ -20,7 +20,7 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Value
-from meshweave.runtime.executor import FORWARD, Compiled, compile_tasks, evaluate
+from meshweave.runtime.executor import Compiled, compile_tasks, evaluate
 from meshweave.runtime.serial import Alone, SerialExecutor
 
 MOST_MEDIANS = 3.0
@@ -87,7 +87,7 @@ class RepeatedOp:
 
     def _work(self, compiled: Compiled) -> Work:
         """The simulator's work of an op, from its actual operands and results."""
-        task = compiled.tasks[FORWARD][0]
+        task = compiled.tasks["forward"][0]
         with torch.no_grad():
             result = evaluate(task, self._env, 0)
         results = [_value(x, -1 - i) for i, x in enumerate(result if isinstance(result, tuple) else (result,))]
@@ -100,7 +100,7 @@ class RepeatedOp:
 
     def run(self) -> None:
         self._executor.begin([self._env])
-        self._executor.run(FORWARD)
+        self._executor.run("forward")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
