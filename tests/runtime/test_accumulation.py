@@ -115,10 +115,10 @@ def key_of(node: fx.Node) -> tuple[str, str]:
 def counted(step: mw.TrainStep, batch: dict[str, Tensor], counts: Counts | None = None) -> Counter[tuple[str, str]]:
     """What a step does, counted by `counts`."""
     counts = counts or Counts()
-    for executor in step.session._executors:
+    for executor in step.session._executors.values():
         executor.record(counts)
     step(batch)
-    for executor in step.session._executors:
+    for executor in step.session._executors.values():
         executor.record(None)
     return counts.found
 

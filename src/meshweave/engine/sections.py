@@ -18,12 +18,14 @@ from meshweave.ir.rank import SYMBOLS, RankGraph
 
 Kind = Literal["unshard", "forward", "report", "backward", "reduce", "update"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+Cut = Literal["backward", "update"]  # what begins where a graph is cut
+CUTS: tuple[Cut, ...] = get_args(Cut)
 
-# Outputs of a role that are read as soon as a section has run: the loss and what is reported with it after forward, and
-# after backward the norm of the gradients, and what the next microbatch begins with.
-READ_AFTER: Mapping[Kind, frozenset[str]] = {
-    "forward": frozenset({"loss", "metric", "output"}),
-    "backward": frozenset({"buffer", "acc", "norm"}),
+# Outputs of a role that are read where its graph is cut: the loss and what is reported with it before backward, and
+# before the update the norm of the gradients, and what the next microbatch begins with.
+READ_BEFORE: Mapping[Cut, frozenset[str]] = {
+    "backward": frozenset({"loss", "metric", "output"}),
+    "update": frozenset({"buffer", "acc", "norm"}),
 }
 
 
@@ -43,13 +45,13 @@ class Sections:
 
     role: RankGraph
     kinds: Mapping[fx.Node, Kind]
-    _begins: Mapping[Kind, fx.Node] = field(repr=False)
+    _begins: Mapping[Cut, fx.Node] = field(repr=False)
 
     def nodes(self, kinds: Collection[Kind] = KINDS) -> list[fx.Node]:
         """The nodes of these sections, in the order of the graph."""
         return [node for node, kind in self.kinds.items() if kind in kinds]
 
-    def begin(self, kind: Literal["backward", "update"]) -> fx.Node | None:
+    def begin(self, kind: Cut) -> fx.Node | None:
         """The node before which the graph is cut; None if nothing follows the cut."""
         return self._begins.get(kind)
 
@@ -82,7 +84,7 @@ def sections_of(role: RankGraph, exchange: Collection[fx.Node] = ()) -> Sections
             kinds[node] = "report"
         else:
             kinds[node] = "forward" if at < backward else "backward"
-    cuts: dict[Kind, int] = {"backward": backward, "update": update}
+    cuts: dict[Cut, int] = {"backward": backward, "update": update}
     return Sections(role, kinds, {kind: run[at] for kind, at in cuts.items() if at < len(run)})
 
 

@@ -16,7 +16,7 @@ from meshweave.ir.values import Value, local_values
 # bytes.
 LiveRange = tuple[int, int, int]
 
-_REPLACED = ("param", "state", "acc")  # kinds of inputs that an output of the same name replaces
+REPLACED = ("param", "state", "acc")  # kinds of inputs that an output of the same name replaces
 
 
 def live_bytes(ranges: Iterable[LiveRange], num_moments: int) -> list[int]:
@@ -61,7 +61,7 @@ def role_liveness(role: RankGraph) -> RoleLiveness:
     nodes = [n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
     begin, end, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
     never = len(nodes) + 1
-    replaced = {key for key in role.outputs if key[0] in _REPLACED}
+    replaced = {key for key in role.outputs if key[0] in REPLACED}
     for node, item in role.sources.items():
         for x in values[node]:
             begin[x.storage], sizes[x.storage] = 0, x.storage_bytes

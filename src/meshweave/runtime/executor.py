@@ -14,6 +14,7 @@ from meshweave.engine.sections import Kind, sections_of
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.collectives import STARTS, WAIT
 from meshweave.ir.graph import map_nodes, op_name, origin_of
+from meshweave.ir.liveness import REPLACED
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols, prepared_values
 from meshweave.ir.traits import FACTORIES
@@ -119,7 +120,7 @@ def compile_tasks(
     for step in (step for part in steps for step in part):
         for used in _read_by(step):
             last[used] = step
-    replaced = {key for key in graph.outputs if key[0] in ("param", "state", "acc")}
+    replaced = {key for key in graph.outputs if key[0] in REPLACED}
     sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
     pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
     lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept
@@ -150,15 +151,17 @@ def compile_tasks(
         return Task(step, function, args, kwargs, out, frees, is_flat, *kind, None, owns, step in renewals)
 
     tasks = {name_of(its): tuple(task(step) for step in part) for its, part in zip(actions, steps, strict=True)}
+    carried = () if is_last else tuple((slot[n], slot[to]) for n, to in _carried(graph, prepared))
     inputs, outputs = tuple(slot[n] for n in sources), tuple(slot[n] for n in results)
-    carried = [(slot[n], slot[n]) for n in prepared]
-    places = {(i.kind, i.name): slot[n] for i, n in zip(graph.inputs, sources, strict=True)}
-    carried += [
-        (slot[n], places[key])
-        for key, n in zip(graph.outputs, results, strict=True)
-        if key[0] in ("buffer", "acc") and key in places
-    ]
-    return Compiled(graph, tasks, inputs, outputs, len(slot), tuple(slot), () if is_last else tuple(carried))
+    return Compiled(graph, tasks, inputs, outputs, len(slot), tuple(slot), carried)
+
+
+def _carried(graph: RankGraph, prepared: Collection[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """Values of a microbatch that the next one begins with, each with its node there."""
+    inputs = {(item.kind, item.name): node for node, item in graph.sources.items()}
+    results = graph.results.items()
+    replaced = [(n, inputs[key]) for key, n in results if key[0] in ("buffer", "acc") and key in inputs]
+    return [*((n, n) for n in prepared), *replaced]
 
 
 def _read_by(step: Step) -> Sequence[fx.Node]:

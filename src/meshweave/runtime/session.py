@@ -25,7 +25,7 @@ from meshweave.capture.step import LossScale, unscaled
 from meshweave.capture.step_inputs import LOSS_SCALE
 from meshweave.cost.simulate.result import Simulation
 from meshweave.engine.actions import Kinds, forms_of, schedule_of
-from meshweave.engine.sections import READ_AFTER, sections_of_roles
+from meshweave.engine.sections import READ_BEFORE, sections_of_roles
 from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
 from meshweave.ir.liveness import peak_bytes
@@ -388,7 +388,7 @@ class Session:
         return {form: self._compiled_for(form, fuse) for form in self._forms}
 
     def _compiled_for(self, form: Form, fuser: Fuser | None) -> tuple[Compiled, ...]:
-        kept = READ_AFTER["forward"] | READ_AFTER["backward"]
+        kept = READ_BEFORE["backward"] | READ_BEFORE["update"]
         if ("update",) in form:
             kept |= {"param", "state", *(["grad"] if self.settings.run.keep_gradients else ())}
         by_device = {d: rank for rank in self.roles for d in rank.devices}

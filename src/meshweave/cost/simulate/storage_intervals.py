@@ -13,11 +13,12 @@ from meshweave.cost.simulate.clock import Times
 from meshweave.cost.simulate.kernels import Fusion, is_compiled
 from meshweave.cost.simulate.tasks import RoleTasks, SimulatedTask, Tasks
 from meshweave.ir.graph import block_name, origin_of
+from meshweave.ir.liveness import REPLACED
 from meshweave.ir.traits import PRODUCTS
 
 Key = tuple[int, int]  # storage, microbatch that allocated it (-1: before the step)
 
-IN_PLACE = ("param", "state", "buffer", "acc")  # kinds of inputs that an output of the same name replaces
+IN_PLACE = (*REPLACED, "buffer")  # kinds of inputs that an output of the same name replaces, if kernels are fused
 
 
 @dataclass(slots=True)

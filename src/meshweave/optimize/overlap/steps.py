@@ -11,10 +11,12 @@ from torch import fx
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.simulate.step import StepSeconds, default_fusion, seconds_of_step, seconds_of_tasks
 from meshweave.cost.simulate.tasks import Tasks, lower_tasks
+from meshweave.engine.sections import CUTS, READ_BEFORE, Cut, Kind, sections_of
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import PARTS, copied_graph, origin_of
+from meshweave.ir.liveness import REPLACED
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied, prepared_values
 from meshweave.ir.values import NOTHING, local_values, uneven_dims
 from meshweave.optimize.overlap.decide import OverlapOptions
@@ -28,8 +30,7 @@ from meshweave.optimize.overlap.report import OverlapReport
 
 _BETWEEN = "between roles"  # the queue of communications between roles
 # phases that begin a part of the step, and the phases before them
-_BEFORE = {"backward": "forward", "update": "backward"}
-_REPLACED = ("param", "state", "acc")  # kinds of inputs that an output of the same name replaces
+_BEFORE: Mapping[Cut, Kind] = {"backward": "forward", "update": "backward"}
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class RoleForm:
     nodes: Mapping[fx.Node, fx.Node]
     microbatches: int = 1
     keeps_gradients: bool = False
-    fences: dict[str, fx.Node] = field(default_factory=dict)
+    fences: dict[Cut, fx.Node] = field(default_factory=dict)
 
     def program(self, lines: Mapping[fx.Node, str], shared: Collection[fx.Node], with_uneven: bool) -> DeviceProgram:
         """The copy as a device program. `lines`: the queues of the role's starts; `shared`: those in which several
@@ -84,24 +85,15 @@ class RoleForm:
         return is_gradient and value.op == "call_function"
 
     def _mark(self) -> None:
-        update = self._first("update", None)
-        for phase, first in {"backward": self._first("backward", update), "update": update}.items():
+        sections = sections_of(self.copy)
+        for phase, first in {phase: sections.begin(phase) for phase in CUTS}.items():
             if first is not None:
                 self.fences[phase] = self._fence(phase, first)
 
-    def _first(self, phase: str, until: fx.Node | None) -> fx.Node | None:
-        """The node before which `runtime.executor` cuts the step: the first of a phase, or the cut after it."""
-        for node in self.copy.graph.nodes:
-            is_run = node.op == "call_function" and node.target not in SYMBOLS
-            if node is until or (is_run and PARTS[origin_of(node).phase] == PARTS[phase]):
-                return node
-        return until
-
-    def _fence(self, phase: str, first: fx.Node) -> fx.Node:
-        """Make the values that the session reads after a part available there: loss and metrics, buffers, sums and
-        norm of gradients; with several microbatches all pending communications, because the next one begins with
-        none."""
-        kinds = ("loss", "metric") if phase == "backward" else ("buffer", "acc", "norm")
+    def _fence(self, phase: Cut, first: fx.Node) -> fx.Node:
+        """Make the values that the session reads after a section available there; with several microbatches all pending
+        communications, because the next one begins with none."""
+        kinds = READ_BEFORE[phase]
         read = {n for key, n in self.copy.results.items() if key[0] in kinds}
         before = list(takewhile(lambda n: n is not first, self.copy.graph.nodes))
         if phase == "update" and self.microbatches > 1:
@@ -114,7 +106,7 @@ class RoleForm:
     def _releasable(self) -> Callable[[fx.Node], bool]:
         """Which inputs die at their last use: those replaced by an output of the same name (`runtime.executor`)."""
         keys = {n: (i.kind, i.name) for n, i in self.copy.sources.items()}
-        replaced = {key for key in self.copy.outputs if key[0] in _REPLACED}
+        replaced = {key for key in self.copy.outputs if key[0] in REPLACED}
         return lambda node: keys[node] in replaced
 
 
@@ -123,7 +115,7 @@ def form_of(role: RankGraph, microbatches: int = 1, keeps_gradients: bool = Fals
     return RoleForm(replace(role, graph=copied_graph(role.graph, nodes)), nodes, microbatches, keeps_gradients)
 
 
-def _settle(graph: fx.Graph, phase: str, fence: fx.Node) -> None:
+def _settle(graph: fx.Graph, phase: Cut, fence: fx.Node) -> None:
     """Move nodes that belong after a fence there: views, and kernels grouped with their consumers. Communications of
     backward that start before the fence stay there with their operands: they then belong to forward."""
     ahead, before = set[fx.Node](), dict[fx.Node, None]()

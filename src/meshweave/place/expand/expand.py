@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from meshweave.engine.sections import CUTS, READ_BEFORE
 from meshweave.ir import ops
 from meshweave.ir.graph import PARTS, Input, Origin, Spec, StepGraph, map_nodes, origin_of, spec_of
 from meshweave.ir.layout import Layout
@@ -108,14 +109,11 @@ class _Expander:
         self.sends.clear()
 
     def _due(self) -> dict[int, list[fx.Node]]:
-        """Outputs by the part of the step before which they are waited for: the loss, which is read after forward, and
-        the norm of gradients, which is read after backward, with inputs of the next microbatch. Gradients are waited
-        for where the update uses them."""
+        """Outputs by the part of the step before which they are waited for. Gradients are waited for where the update
+        uses them."""
         results = self.program.step.results
         present = [(kind, value) for (kind, _), value in results.items() if self._has(value.meta["layout"])]
-        of_forward = [v for k, v in present if k in ("loss", "metric", "output")]
-        of_backward = [v for k, v in present if k in ("buffer", "acc", "norm")]
-        return {PARTS["backward"]: of_forward, PARTS["update"]: of_backward}
+        return {PARTS[cut]: [value for kind, value in present if kind in READ_BEFORE[cut]] for cut in CUTS}
 
     def _mark(self, node: fx.Node, local: fx.Node) -> None:
         """Record the value of the local node: the largest piece."""
