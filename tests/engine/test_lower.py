@@ -12,7 +12,7 @@ from tests.effort import calls_of
 from torch import fx
 
 from meshweave.engine.lower import Lowered, lower, lower_roles
-from meshweave.engine.task_graph import ANY_PART, cycle, run_order
+from meshweave.engine.task_graph import ANY_ACTION, cycle, run_order
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import WAIT, functional, transfer
 from meshweave.ir.graph import Origin, Spec, op_name
@@ -76,7 +76,7 @@ def test_a_collective_of_two_devices() -> None:
     assert names(lowered, 0) == names(lowered, 1) == ["f", "all_reduce", "g", "wait"]
     assert lowered.graph.streams == ((0, 1, 2, 3), (4, 5, 6, 7), (8,))
     assert needs(lowered) == {3: (8,), 7: (8,), 8: (1, 5)}
-    assert lowered.graph.parts == (*[0] * 8, ANY_PART)
+    assert lowered.graph.actions == (*[0] * 8, ANY_ACTION)
     assert lowered.owners == ((0,), (1,))
     (copy,) = lowered.copies
     assert (copy.op, copy.key, copy.args, copy.sources, copy.targets) == (REDUCE, "a", ("sum",), (1, 5), (3, 7))
@@ -99,11 +99,11 @@ def test_every_group_has_a_channel_with_its_members_in_order() -> None:
     assert [copy.args for copy in lowered.copies] == [("sum",), ("max",), ("sum",), ("sum",), ("max",)]
 
 
-def test_parts_are_as_large_as_said() -> None:
+def test_actions_are_as_said() -> None:
     made = role(Mesh("a=2"), [("op", "f"), ("op", "g"), ("op", "h")])
     first, *rest = (node for node in made.graph.nodes if node.op == "call_function")
-    lowered = lower([made], parts=[([first], [], rest)])
-    assert lowered.graph.parts == (0, 2, 2, 0, 2, 2)
+    lowered = lower([made], actions=[([first], [], rest)])
+    assert lowered.graph.actions == (0, 2, 2, 0, 2, 2)
 
 
 # permutes

@@ -16,15 +16,15 @@ from meshweave.engine.task_graph import TaskGraph, cycle, run_order
 COLLECTIVE = TaskGraph(
     streams=((0, 1, 2, 3), (4, 5), (6,)),
     needs=((), (), (6,), (), (), (6,), (1, 4)),
-    parts=(0, 0, 0, 0, 0, 0, -1),
+    actions=(0, 0, 0, 0, 0, 0, -1),
 )
 
 
 @st.composite
-def task_graphs(draw: st.DrawFn, is_acyclic: bool = True, num_parts: int = 3) -> TaskGraph:
+def task_graphs(draw: st.DrawFn, is_acyclic: bool = True, num_actions: int = 3) -> TaskGraph:
     """Up to 24 tasks in up to 5 streams. Without `is_acyclic` needs may go round, so that not all of it can run.
 
-    An acyclic one is drawn with an order in which it can run: needs and streams follow it, parts go up along it.
+    An acyclic one is drawn with an order in which it can run: needs and streams follow it, actions go up along it.
     """
     num = draw(st.integers(0, 24))
     order = draw(st.permutations(range(num)))
@@ -32,19 +32,19 @@ def task_graphs(draw: st.DrawFn, is_acyclic: bool = True, num_parts: int = 3) ->
     is_channel = [draw(st.booleans()) for _ in range(num_streams)]
     streams: list[list[int]] = [[] for _ in range(num_streams)]
     stream_of: dict[int, int] = {}
-    parts = [0] * num
-    steps = sorted(draw(st.lists(st.integers(0, num_parts - 1), min_size=num, max_size=num)))
-    for task, part in zip(order, steps, strict=True):
+    actions = [0] * num
+    steps = sorted(draw(st.lists(st.integers(0, num_actions - 1), min_size=num, max_size=num)))
+    for task, action in zip(order, steps, strict=True):
         stream_of[task] = draw(st.integers(0, num_streams - 1))
         streams[stream_of[task]].append(task)
-        parts[task] = -1 if is_channel[stream_of[task]] else part
+        actions[task] = -1 if is_channel[stream_of[task]] else action
     needs: list[tuple[int, ...]] = [()] * num
     for at, task in enumerate(order):
         others = order[:at] if is_acyclic else order
         candidates = [t for t in others if stream_of[t] != stream_of[task]]
         chosen = draw(st.lists(st.sampled_from(candidates), unique=True, max_size=3)) if candidates else []
         needs[task] = tuple(chosen)
-    return TaskGraph(tuple(map(tuple, streams)), tuple(needs), tuple(parts))
+    return TaskGraph(tuple(map(tuple, streams)), tuple(needs), tuple(actions))
 
 
 def predecessors(graph: TaskGraph) -> list[set[int]]:
@@ -70,7 +70,7 @@ def test_a_device_runs_until_it_waits() -> None:
     assert cycle(COLLECTIVE, run_order(COLLECTIVE)) == []
 
 
-def test_parts_run_one_by_one() -> None:
+def test_actions_run_one_by_one() -> None:
     graph = TaskGraph(((0, 1, 2), (3,)), ((), (), (3,), (0,)), (0, 1, 2, -1))
     assert run_order(graph, 3) == [[0, 3], [1], [2]]
 
@@ -100,17 +100,17 @@ def test_no_schedule(streams: tuple[tuple[int, ...], ...], needs: tuple[tuple[in
 
 
 @given(task_graphs())
-def test_every_task_runs_once_in_its_part_after_its_needs(graph: TaskGraph) -> None:
+def test_every_task_runs_once_in_its_action_after_its_needs(graph: TaskGraph) -> None:
     order = run_order(graph, 3)
     position = {task: i for i, task in enumerate(task for tasks in order for task in tasks)}
     assert sorted(position) == list(range(graph.num_tasks))
     for task, before in enumerate(predecessors(graph)):
         assert all(position[one] < position[task] for one in before)
-    for part, tasks in enumerate(order):
-        assert {t for t in tasks if graph.parts[t] >= 0} == {t for t, p in enumerate(graph.parts) if p == part}
+    for action, tasks in enumerate(order):
+        assert {t for t in tasks if graph.actions[t] >= 0} == {t for t, p in enumerate(graph.actions) if p == action}
 
 
-@given(task_graphs(is_acyclic=False, num_parts=1))
+@given(task_graphs(is_acyclic=False, num_actions=1))
 def test_what_cannot_end_is_a_true_circle(graph: TaskGraph) -> None:
     order, before = run_order(graph), predecessors(graph)
     stuck = {task for task in range(graph.num_tasks) if any(one in before[one] for one in {task, *before[task]})}

@@ -23,7 +23,7 @@ from meshweave.engine.match import (
     match_transfer,
     plain_args,
 )
-from meshweave.engine.task_graph import ANY_PART, TaskGraph
+from meshweave.engine.task_graph import ANY_ACTION, TaskGraph
 from meshweave.errors import VerifyError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
@@ -55,7 +55,7 @@ class ChannelCopy:
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """A task graph and the meaning of its tasks. Stream i runs `nodes[i]` for `owners[i]`, a device or the devices of a
-    role; later streams are channels, which belong to no part, and run the `copies`, which are the last tasks, in
+    role; later streams are channels, which belong to no action, and run the `copies`, which are the last tasks, in
     order."""
 
     graph: TaskGraph
@@ -94,23 +94,23 @@ class _CopyNeeds:
 def lower(
     roles: Sequence[RankGraph],
     devices: Sequence[int] | None = None,
-    parts: Sequence[Sequence[Sequence[fx.Node]]] | None = None,
+    actions: Sequence[Sequence[Sequence[fx.Node]]] | None = None,
 ) -> Lowered:
-    """The tasks of every device (default: all of the program's mesh). `parts[r]` are the nodes that role r runs in part
-    0, 1, ...; by default all but symbols, in part 0.
+    """The tasks of every device (default: all of the program's mesh). `actions[r]` are the nodes that role r runs in
+    action 0, 1, ...; by default all but symbols, in action 0.
 
     A wait needs the copies to its device, and those of a transfer that read from its device. Raises VerifyError if the
     starts of several devices do not match.
     """
     ids = tuple(roles[0].mesh.devices if devices is None else devices)
     role_of = {device: i for i, role in enumerate(roles) for device in role.devices}
-    nodes = [[_run(role)] for role in roles] if parts is None else parts
-    rows = [tuple(n for part in its for n in part) for its in nodes]
+    nodes = [[_run(role)] for role in roles] if actions is None else actions
+    rows = [tuple(n for action in its for n in action) for its in nodes]
     calls = [_calls(row) for row in rows]
     matches, numbers, streams = Matches(), list[int](), list[tuple[int, ...]]()
     for device in ids:
         role, base = role_of[device], len(numbers)
-        numbers += [i for i, part in enumerate(nodes[role]) for _ in part]
+        numbers += [i for i, action in enumerate(nodes[role]) for _ in action]
         streams.append(tuple(range(base, len(numbers))))
         for at, wait, node, args in calls[role]:
             channel = (*channel_name(node), *_members(roles[role], node, device))
@@ -215,20 +215,20 @@ def _assemble(
     owners: tuple[tuple[int, ...], ...],
     nodes: tuple[tuple[fx.Node, ...], ...],
     streams: list[tuple[int, ...]],
-    parts: list[int],
+    actions: list[int],
     channels: Sequence[Sequence[_CopyNeeds]],
 ) -> Lowered:
     """The task graph of the owners' streams followed by a stream per channel."""
-    needs: list[list[int]] = [[] for _ in parts]
-    all_parts, copies, lines = list(parts), list[ChannelCopy](), list(streams)
+    needs: list[list[int]] = [[] for _ in actions]
+    all_actions, copies, lines = list(actions), list[ChannelCopy](), list(streams)
     for channel in channels:
         first = len(needs)
         for task, planned in enumerate(channel, first):
             copies.append(planned.copy)
             needs.append(list(planned.needs))
-            all_parts.append(ANY_PART)
+            all_actions.append(ANY_ACTION)
             for user in planned.users:
                 needs[user].append(task)
         lines.append(tuple(range(first, len(needs))))
-    graph = TaskGraph(tuple(lines), tuple(map(tuple, needs)), tuple(all_parts))
+    graph = TaskGraph(tuple(lines), tuple(map(tuple, needs)), tuple(all_actions))
     return Lowered(graph, owners, nodes, tuple(copies))

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-ANY_PART = -1  # of no part: may run with the first part
+ANY_ACTION = -1  # of no action: may run with the first
 
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """Tasks 0 .. n-1: their order in streams, the tasks of other streams that each needs, and the part of each.
+    """Tasks 0 .. n-1: their order in streams, the tasks of other streams that each needs, and the action of each.
 
-    A stream belongs to parts (0, 1, ..., nondecreasing along it) or to none (ANY_PART throughout). `needs` does not
+    A stream belongs to actions (0, 1, ..., nondecreasing along it) or to none (ANY_ACTION throughout). `needs` does not
     repeat that a task comes after the previous task of its stream.
     """
 
     streams: tuple[tuple[int, ...], ...]
     needs: tuple[tuple[int, ...], ...]
-    parts: tuple[int, ...]
+    actions: tuple[int, ...]
     stream_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
     index_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
     users: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
@@ -30,7 +30,7 @@ class TaskGraph:
         places = {task: (s, i) for s, tasks in enumerate(self.streams) for i, task in enumerate(tasks)}
         num = len(self.needs)
         assert sorted(places) == list(range(num)), "each task in a stream"
-        assert len(self.parts) == num == sum(map(len, self.streams)), "a part for each task, and a single stream"
+        assert len(self.actions) == num == sum(map(len, self.streams)), "an action for each task, and a single stream"
         users: list[list[int]] = [[] for _ in range(num)]
         for task, needs in enumerate(self.needs):
             for need in needs:
@@ -45,28 +45,28 @@ class TaskGraph:
         return len(self.needs)
 
 
-def run_order(graph: TaskGraph, num_parts: int = 1) -> list[list[int]]:
-    """By part, the tasks in a topological order: each stream in turn as far as it gets, without tasks of later parts.
-    Tasks that wait for each other, and all tasks after them, are missing."""
+def run_order(graph: TaskGraph, num_actions: int = 1) -> list[list[int]]:
+    """By action, the tasks in a topological order: each stream in turn as far as it gets, without tasks of later
+    actions. Tasks that wait for each other, and all tasks after them, are missing."""
     waiting, done = [len(needs) for needs in graph.needs], [0] * len(graph.streams)
     order: list[list[int]] = []
-    for part in range(num_parts):
-        tasks_of_part: list[int] = []
+    for action in range(num_actions):
+        tasks_of_action: list[int] = []
         ready = list(reversed(range(len(graph.streams))))
         while ready:
             stream = ready.pop()
             tasks = graph.streams[stream]
             while done[stream] < len(tasks):
                 task = tasks[done[stream]]
-                if waiting[task] or graph.parts[task] > part:
+                if waiting[task] or graph.actions[task] > action:
                     break
                 done[stream] += 1
-                tasks_of_part.append(task)
+                tasks_of_action.append(task)
                 for user in graph.users[task]:
                     waiting[user] -= 1
                     if not waiting[user]:
                         ready.append(graph.stream_of[user])
-        order.append(tasks_of_part)
+        order.append(tasks_of_action)
     return order
 
 

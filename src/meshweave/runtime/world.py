@@ -69,8 +69,8 @@ class LocalExecutor:
     ) -> None:
         self.ranks, self.devices, self.on, self.meter = tuple(ranks), tuple(devices), on, meter
         roles = list({id(rank): rank for rank in self.ranks}.values())
-        parts = [[[task.node for task in its] for its in rank.tasks.values()] for rank in roles]
-        self.lowered = lower([rank.graph for rank in roles], self.devices, parts)
+        actions = [[[task.node for task in its] for its in rank.tasks.values()] for rank in roles]
+        self.lowered = lower([rank.graph for rank in roles], self.devices, actions)
         order = run_order(self.lowered.graph, len(roles[0].tasks))
         if circle := cycle(self.lowered.graph, order):
             raise StepError(
