@@ -11,7 +11,7 @@ from meshweave.passes import PASSES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "where.md").read_text()
-TASKS = ("rule", "communication op", "ring algorithm", "pass", "optimizer", "profile", "command")
+TASKS = ("rule", "communication op", "ring algorithm", "pass", "schedule", "section", "optimizer", "profile", "command")
 
 
 def named(text: str) -> list[str]:
