@@ -31,7 +31,7 @@ def measure(mesh_text: str, passes: str = "none", layers: int = 32) -> dict[str,
     from meshweave.build import Target, build_program
     from meshweave.capture.optimizers import read_optimizer
     from meshweave.capture.step import CaptureOptions, StepSource
-    from meshweave.passes import pipeline_of
+    from meshweave.passes import pass_list_of
     from meshweave.search import alone
 
     config = AutoConfig.for_model(
@@ -51,7 +51,7 @@ def measure(mesh_text: str, passes: str = "none", layers: int = 32) -> dict[str,
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
     options = CaptureOptions(precision=mw.Precision(autocast=torch.bfloat16), clip_grad_norm=1.0)
     costs = mw.AlphaBeta() if passes == "none" else mw.load_profile("h100")
-    pipeline = replace(pipeline_of(passes), recalls=alone)
+    pass_list = replace(pass_list_of(passes), recalls=alone)
     wall, cpu = time.perf_counter(), time.process_time()
     program = build_program(
         StepSource(model, lambda out, batch: out.loss),
@@ -59,7 +59,7 @@ def measure(mesh_text: str, passes: str = "none", layers: int = 32) -> dict[str,
         optimizer,
         Target(mesh, None, costs),
         options,
-        pipeline,
+        pass_list,
     )
     return {
         "mesh": mesh_text,

@@ -21,7 +21,7 @@ from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import load_profile
-from meshweave.passes import Overlap, Recompute, Split, pipeline_of
+from meshweave.passes import Overlap, Recompute, Split, pass_list_of
 from meshweave.program import Program
 from meshweave.whatif import simulate
 
@@ -84,10 +84,10 @@ def compiled(row: Row, chunks: int) -> Program:
         clip_grad_norm=1.0, precision=mw.Precision(param_dtype=torch.bfloat16, reduce_after_cast=row.sums == "bfloat16")
     )
     split = [Split((chunks,), "always")] if chunks > 1 else []
-    passes = pipeline_of([Recompute(row.recompute), *split, Overlap()])
+    passes = pass_list_of([Recompute(row.recompute), *split, Overlap()])
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
     source, target = StepSource(model, published.loss), Target(mesh, plan, load_profile("h100"))
-    return build_program(source, example, optimizer, target, options, pipeline=passes)
+    return build_program(source, example, optimizer, target, options, pass_list=passes)
 
 
 @dataclass(frozen=True)

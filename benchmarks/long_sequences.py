@@ -24,7 +24,7 @@ from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import load_profile
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import PlanError
-from meshweave.passes import pipeline_of
+from meshweave.passes import pass_list_of
 from meshweave.place.plan_text import parse_plan
 from meshweave.whatif import simulate
 
@@ -89,9 +89,9 @@ def simulated(row: Row, way: str, layers: int) -> Simulation:
     )
     plan = parse_plan(f"{shape.plan}+cp:cp:{way}+shard_state:cp")
     example: dict[str, Any] = {"input_ids": ids, "labels": ids}
-    passes = pipeline_of("recompute=full,prefetch=1")
+    passes = pass_list_of("recompute=full,prefetch=1")
     source, target = StepSource(model, published.loss), Target(mesh, plan, profile)
-    program = build_program(source, example, optimizer, target, options, pipeline=passes)
+    program = build_program(source, example, optimizer, target, options, pass_list=passes)
     pipeline: Any = "1f1b" if "pp" in mesh.axis_names else "sequential"
     dtype = torch.float8_e4m3fn
     return simulate(program, profile, fusion="blocks", matmul_dtype=dtype, buckets="blocks", pipeline=pipeline)

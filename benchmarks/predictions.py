@@ -28,7 +28,7 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import load_profile
 from meshweave.cost.simulate.result import Simulation
-from meshweave.passes import Decompose, Prefetch, Recompute, pipeline_of
+from meshweave.passes import Decompose, Prefetch, Recompute, pass_list_of
 from meshweave.place.plan_text import parse_plan
 from meshweave.program import Program
 from meshweave.whatif import simulate
@@ -157,7 +157,9 @@ def compiled(setup: Setup) -> Program:
         optimizer,
         Target(mesh, parse_plan(setup.plan), load_profile(setup.profile)),
         options,
-        pipeline=pipeline_of([Recompute(setup.recompute), Prefetch(setup.prefetch), *filter(None, [setup.decompose])]),
+        pass_list=pass_list_of(
+            [Recompute(setup.recompute), Prefetch(setup.prefetch), *filter(None, [setup.decompose])]
+        ),
     )
 
 

@@ -29,7 +29,7 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.result import Simulation
-from meshweave.passes import pipeline_of
+from meshweave.passes import pass_list_of
 from meshweave.place.plan_text import parse_plan
 from meshweave.program import Program
 from meshweave.whatif import simulate
@@ -184,9 +184,9 @@ def compiled(run: Run, profile: MachineProfile, layers: int) -> Program:
     )
     plan = parse_plan((MPT_PLAN if run.model in MPT else PLAN) + ("+dp:dp" if "dp" in mesh.axis_names else ""))
     example = {"input_ids": ids, "labels": ids}
-    passes = pipeline_of(f"recompute={run.recompute},prefetch=1")
+    passes = pass_list_of(f"recompute={run.recompute},prefetch=1")
     return build_program(
-        StepSource(model, loss), example, optimizer, Target(mesh, plan, profile), options, pipeline=passes
+        StepSource(model, loss), example, optimizer, Target(mesh, plan, profile), options, pass_list=passes
     )
 
 

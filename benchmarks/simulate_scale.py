@@ -22,7 +22,7 @@ from meshweave.cost.hardware import load_profile
 from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import times_of
 from meshweave.cost.simulate.tasks import lower_tasks
-from meshweave.passes import pipeline_of
+from meshweave.passes import pass_list_of
 from meshweave.program import Program
 from meshweave.whatif import simulate
 
@@ -40,14 +40,14 @@ def compiled(mesh_text: str, microbatches: int) -> Program:
         clip_grad_norm=1.0, accumulate=microbatches, precision=mw.Precision(param_dtype=torch.bfloat16)
     )
     batch = {"input_ids": ids, "labels": ids}
-    passes = pipeline_of("recompute=full,prefetch=1")
+    passes = pass_list_of("recompute=full,prefetch=1")
     return build_program(
         StepSource(model, lambda out, batch: out.loss),
         batch,
         optimizer,
         Target(mesh, None, load_profile("h100")),
         options,
-        pipeline=passes,
+        pass_list=passes,
     )
 
 

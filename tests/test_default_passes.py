@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import meshweave as mw
 from meshweave.cost.hardware.schema import Links
 from meshweave.cost.simulate.step import least_bytes_of_step, peak_bytes_of_step, simulate_roles
-from meshweave.passes import pipeline_of
-from meshweave.passes.pipeline import optimize
+from meshweave.passes import pass_list_of
+from meshweave.passes.optimize import optimize
 from meshweave.runtime.cluster import shutdown
 from meshweave.search import Budget
 from meshweave.whatif import simulate
@@ -85,8 +85,8 @@ def test_what_there_is_no_time_for_is_said_and_left() -> None:
     profile, asked = mw.load_profile("h100"), []
     for seconds in (60.0, -1.0):
         budget = Budget(seconds, lambda is_late: asked.append(is_late) or (is_late,))
-        pipeline = replace(pipeline_of("default"), budget=budget)
-        found = optimize(step.program.placed, step.program.expanded, profile, pipeline)
+        pass_list = replace(pass_list_of("default"), budget=budget)
+        found = optimize(step.program.placed, step.program.expanded, profile, pass_list)
         reasons = {variant.name: variant.reason for variant in found.variants}
         tried = [name for name, reason in reasons.items() if not reason]
         if seconds > 0:
@@ -101,9 +101,9 @@ def test_what_there_is_no_time_for_is_said_and_left() -> None:
 
 def test_what_rounds_otherwise_has_to_gain_enough() -> None:
     step, profile = compiled("tp=2", profile="h100", passes="none"), mw.load_profile("h100")
-    pipeline = pipeline_of("default")
+    pass_list = pass_list_of("default")
     for least_gain in (1e-6, -1e3):
-        found = optimize(step.program.placed, step.program.expanded, profile, replace(pipeline, least_gain=least_gain))
+        found = optimize(step.program.placed, step.program.expanded, profile, replace(pass_list, least_gain=least_gain))
         (whole, *anew) = (variant.seconds for variant in found.variants)
         assert all(anew)
         assert (found.name == "as it is") == (whole <= min(anew) / (1 - least_gain))
@@ -112,8 +112,8 @@ def test_what_rounds_otherwise_has_to_gain_enough() -> None:
 
 def test_what_cannot_gain_enough_is_not_tried() -> None:
     step, profile = compiled("tp=2", profile="h100", passes="none"), mw.load_profile("h100")
-    pipeline = replace(pipeline_of("default"), least_gain=0.99)
-    found = optimize(step.program.placed, step.program.expanded, profile, pipeline)
+    pass_list = replace(pass_list_of("default"), least_gain=0.99)
+    found = optimize(step.program.placed, step.program.expanded, profile, pass_list)
     assert found.name == "as it is"
     assert [variant.name for variant in found.variants] == ["as it is", "rows in 2 chunks", "collectives taken apart"]
     assert all("cannot gain 99%: compute alone takes" in variant.reason for variant in found.variants[1:])
@@ -123,8 +123,8 @@ def test_what_cannot_gain_enough_is_not_tried() -> None:
 def test_rows_are_not_split_where_communication_alone_takes_too_long() -> None:
     step, h100 = compiled("tp=2", profile="h100", passes="none"), mw.load_profile("h100")
     profile = replace(h100, links=Links(replace(h100.links.node, bandwidth=1e6)), collectives=())
-    pipeline = replace(pipeline_of("default"), least_gain=0.08)
-    found = optimize(step.program.placed, step.program.expanded, profile, pipeline)
+    pass_list = replace(pass_list_of("default"), least_gain=0.08)
+    found = optimize(step.program.placed, step.program.expanded, profile, pass_list)
     reasons = {variant.name: variant.reason for variant in found.variants}
     assert reasons["rows in 2 chunks"].startswith("cannot gain 8%: communication alone takes")
 
@@ -135,17 +135,17 @@ def test_what_cannot_fit_is_not_searched() -> None:
     least = least_bytes_of_step(roles, h100)
     # 4 layers; of 16 rows the input, 4 outputs, the difference from the target; two factors of the mean
     assert least == 4 * (4 * (96 * 96 + 96) + 6 * 16 * 96 + 2)
-    full = optimize(step.program.placed, roles, h100, pipeline_of("default"))
+    full = optimize(step.program.placed, roles, h100, pass_list_of("default"))
     for variant in (roles, full.roles):
         assert least <= simulate_roles(variant, h100).peak_bytes
     for room, is_searched in ((least, True), (least - 1, False)):
         profile = replace(h100, memory=replace(h100.memory, bytes=room, reserved_bytes=0, reserved_fraction=0.0))
-        found = optimize(step.program.placed, roles, profile, pipeline_of("default"))
+        found = optimize(step.program.placed, roles, profile, pass_list_of("default"))
         assert bool(found.variants) == is_searched
         assert ("none can make the step fit" in found.note) == (not is_searched)
     assert found.roles is roles
     assert replace(step.program, optimized=found).notes[-1] == found.note
-    capped = optimize(step.program.placed, roles, profile, replace(pipeline_of("default"), memory_cap_bytes=1 << 30))
+    capped = optimize(step.program.placed, roles, profile, replace(pass_list_of("default"), memory_cap_bytes=1 << 30))
     assert capped.variants  # the cap of the caller counts, not the machine's memory
 
 
@@ -160,7 +160,7 @@ def test_a_step_that_fits_still_fits_with_the_passes() -> None:
     assert peak == simulate_roles(step.program.expanded, h100).peak_bytes
     for room, is_left in ((peak, True), (int(1.05 * peak), False)):
         profile = replace(h100, memory=replace(h100.memory, bytes=room, reserved_bytes=0, reserved_fraction=0.0))
-        taken = optimize(step.program.placed, step.program.expanded, profile, pipeline_of("default"))
+        taken = optimize(step.program.placed, step.program.expanded, profile, pass_list_of("default"))
         assert peak_bytes_of_step(taken.roles, h100) <= room
         assert ("because only so the step fits" in taken.note) == is_left
 

@@ -27,8 +27,8 @@ from meshweave.optimize.batch_split.captured import by_expert, share_ends
 from meshweave.optimize.overlap.decide import NoOrderError
 from meshweave.optimize.overlap.order import without_collector
 from meshweave.optimize.prefetch import delay_gradient_waits, gather_once
-from meshweave.passes import CapturedProgram, Pipeline, Recompute, RingAttention
-from meshweave.passes.pipeline import optimize
+from meshweave.passes import CapturedProgram, PassList, Recompute, RingAttention
+from meshweave.passes.optimize import optimize
 from meshweave.place.assign import Price
 from meshweave.place.balance import balance_sequence, takes_heads
 from meshweave.place.decide import Placement, Units, decide, infer_units
@@ -102,14 +102,14 @@ def build_program(
     optimizer: OptimizerSpec | None,
     target: Target,
     options: CaptureOptions,
-    pipeline: Pipeline | None = None,
+    pass_list: PassList | None = None,
     progress: Progress = lambda stage: None,
     like: Program | None = None,
 ) -> Program:
-    """Capture, place, plan, expand, optimize; the verifier runs after each stage and after every pass of `pipeline`.
+    """Capture, place, plan, expand, optimize; the verifier runs after each stage and after every pass of `pass_list`.
     `progress(stage)` is called as a stage begins. `like` is a program of the same model whose state the new program
     shares: its choices and parameter layouts are kept. Raises MeshError for more than MAX_DEVICES devices."""
-    pipeline = pipeline or Pipeline()
+    pass_list = pass_list or PassList()
     mesh, costs = target.mesh, target.costs
     _check_size(mesh)
     progress("capture")
@@ -119,7 +119,7 @@ def build_program(
     captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options, known)
     if target.own_parts > 1:
         check_own_rows(captured, target.own_parts)
-    placing = _PlacementStage(mesh, costs, pipeline.room(costs), target.decided, options.accumulate)
+    placing = _PlacementStage(mesh, costs, pass_list.room(costs), target.decided, options.accumulate)
     captured, sequence = _arrange_sequence(verify_step(captured), resolved, placing)
     named = axes_of_operators(captured, mesh)
     usual_stages(resolved, source.model, mesh, named)
@@ -134,7 +134,7 @@ def build_program(
         resolved=resolved,
         costs=costs,
         options=options,
-        pipeline=_with_ring(pipeline if like is None else pipeline.following(like.optimized.rewrites), resolved),
+        pass_list=_with_ring(pass_list if like is None else pass_list.following(like.optimized.rewrites), resolved),
         lasting=lasting,
     )
     planned, trouble = _stored(inputs, partial(_plan, inputs, units, placing, progress), progress)
@@ -143,7 +143,7 @@ def build_program(
         options=options,
         contract=contract,
         optimizer=optimizer,
-        recompute=next((each.policy for each in pipeline.passes if isinstance(each, Recompute)), "none"),
+        recompute=next((each.policy for each in pass_list.passes if isinstance(each, Recompute)), "none"),
         resolved=resolved,
         sequence=sequence,
         storage=trouble,
@@ -221,17 +221,17 @@ def _choose_styles(
 def _plan(inputs: PlanInputs, units: Units, placing: _PlacementStage, progress: Progress) -> Planned:
     """The stages after capture. They read `inputs` alone: the other arguments follow from these."""
     cuts = {name: tuple(dims.values()) for name, dims in inputs.resolved.shards.items()}
-    step = inputs.pipeline.captured(CapturedProgram(inputs.captured, cuts), inputs.costs, progress)
+    step = inputs.pass_list.captured(CapturedProgram(inputs.captured, cuts), inputs.costs, progress)
     num_devices = inputs.mesh.flat_size(inputs.resolved.cutting_batch(inputs.mesh))
     build = partial(_planned, inputs, units, placing, progress)
-    return built_in_chunks(build, step, inputs.pipeline, inputs.costs, num_devices, inputs.options.accumulate)
+    return built_in_chunks(build, step, inputs.pass_list, inputs.costs, num_devices, inputs.options.accumulate)
 
 
 def _planned(
-    inputs: PlanInputs, units: Units, placing: _PlacementStage, progress: Progress, step: StepGraph, pipeline: Pipeline
+    inputs: PlanInputs, units: Units, placing: _PlacementStage, progress: Progress, step: StepGraph, pass_list: PassList
 ) -> Planned:
     """The program of a step: its ops on rows of experts in forms that devices can share (lookups by expert, rows in
-    blocks, equal ends as a single value), placed, expanded, and optimized by the passes of `pipeline`."""
+    blocks, equal ends as a single value), placed, expanded, and optimized by the passes of `pass_list`."""
     mesh, resolved, costs, options = inputs.mesh, inputs.resolved, inputs.costs, inputs.options
     step = in_blocks(by_expert(step, resolved.stacked(mesh)), mesh.flat_size(resolved.data_axes(mesh)))
     step, homes = share_ends(step, placing.homes(step, resolved))
@@ -243,13 +243,13 @@ def _planned(
         placed = arrange(placed, placing.planner, reduce_after_cast=options.precision.reduce_after_cast)
         placed = make_sparse(own_sums(placed), placing.planner, placing.rates)
         progress("expand")
-        roles = pipeline.expanded(expand(verify_placed(placed), mesh, _proving(placing.planner)), costs)
+        roles = pass_list.expanded(expand(verify_placed(placed), mesh, _proving(placing.planner)), costs)
         return placed, tuple(verify_rank(delay_gradient_waits(role)) for role in roles)
 
     failed: NoOrderError | None = None
-    for placed, roles, note in _accumulated(expanded, options, resolved.accumulate_in, pipeline, costs):
+    for placed, roles, note in _accumulated(expanded, options, resolved.accumulate_in, pass_list, costs):
         try:
-            optimized = optimize(placed, roles, costs, pipeline, options.accumulate, progress)
+            optimized = optimize(placed, roles, costs, pass_list, options.accumulate, progress)
         except NoOrderError as error:
             failed = error
             continue
@@ -262,7 +262,7 @@ def _accumulated(
     expanded: Callable[[str, bool], tuple[StepGraph, tuple[RankGraph, ...]]],
     options: CaptureOptions,
     of_plan: str,
-    pipeline: Pipeline,
+    pass_list: PassList,
     costs: Costs,
 ) -> Iterator[tuple[StepGraph, tuple[RankGraph, ...], str]]:
     """Programs that add up gradients of microbatches as the options ask, else the plan, with a sentence about that;
@@ -271,7 +271,7 @@ def _accumulated(
     `expanded(where, casts_once)` places and expands a program. "auto" is whole, with gathers of parameters once a step
     as far as memory allows; then with casts of parameters in every microbatch; then in shards.
     """
-    microbatches, asked, room = options.accumulate, options.precision.accumulate_in, pipeline.room(costs)
+    microbatches, asked, room = options.accumulate, options.precision.accumulate_in, pass_list.room(costs)
     where = of_plan if asked == "auto" else asked
     if of_plan not in ("auto", where):
         raise PlanError(
@@ -297,7 +297,7 @@ def _accumulated(
 
     has_room = fits(roles)
     if first == "whole" and has_room:
-        once, gathers = _gathered_once(roles, room, 0.5 if pipeline.of("ordered") else 1.0)
+        once, gathers = _gathered_once(roles, room, 0.5 if pass_list.of("ordered") else 1.0)
         if gathers:
             yield placed, once, f"{note}; {gathers}"
     has_less, is_prepared = where == "auto" and whole != stored, any(prepared_values(role.graph) for role in roles)
@@ -359,11 +359,11 @@ def _check_size(mesh: Mesh) -> None:
         )
 
 
-def _with_ring(pipeline: Pipeline, resolved: Resolved) -> Pipeline:
-    """The pipeline with ring attention, if the plan asks for it, or leaves it open and variants are compared anyway."""
+def _with_ring(pass_list: PassList, resolved: Resolved) -> PassList:
+    """The passes with ring attention, if the plan asks for it, or leaves it open and variants are compared anyway."""
     if resolved.attention == "ring":
-        return pipeline.having(RingAttention("always"))
+        return pass_list.having(RingAttention("always"))
     is_open = resolved.context_axes and resolved.attention == "auto"
-    names = [each_pass.name for each_pass in pipeline.passes]
-    is_compared = any(each_pass.is_compared for each_pass in pipeline.of("written"))
-    return pipeline.having(RingAttention()) if is_open and is_compared and "ring" not in names else pipeline
+    names = [each_pass.name for each_pass in pass_list.passes]
+    is_compared = any(each_pass.is_compared for each_pass in pass_list.of("written"))
+    return pass_list.having(RingAttention()) if is_open and is_compared and "ring" not in names else pass_list

@@ -23,7 +23,7 @@ from meshweave.cost.calibrate import SMALL_BYTES, costs_for
 from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.errors import CaptureError, PlanError
 from meshweave.ir.mesh import Mesh
-from meshweave.passes import Pipeline, Recompute, pass_list, pipeline_of
+from meshweave.passes import PassList, Recompute, parse_passes, pass_list_of
 from meshweave.passes.options import PassesArgument
 from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
@@ -102,7 +102,7 @@ class CompileOptions:
             run=run,
         )
 
-    def texts(self, mesh: Mesh, plan: Plan | None, pipeline: Pipeline) -> Any:
+    def texts(self, mesh: Mesh, plan: Plan | None, pass_list: PassList) -> Any:
         """The options on which all ranks must agree, as text."""
         arguments = {
             "batch": self.batch,
@@ -111,33 +111,33 @@ class CompileOptions:
             "device": str(self.device).partition(":")[0],
             "backend": str(dist.get_backend_config()) if dist.is_initialized() else "",
         }
-        options = {"capture": self.capture, "passes": pipeline, "run": self.run, "argument": arguments}
+        options = {"capture": self.capture, "passes": pass_list, "run": self.run, "argument": arguments}
         same: dict[str, Any] = {"mesh": (mesh, mesh.devices), "plan": plan, "profile": self.profile, "options": options}
         calls = {"loss": self.source.loss, "forward": self.source.forward}
         shapes = {f"shapes[{index}]": shape for index, shape in enumerate(self.shapes)}
         return argument_texts(self.source.model, self.optimizer, {"example batch": self.example, **shapes}, calls, same)
 
-    def build(self, spec: OptimizerSpec | None, target: Target, pipeline: Pipeline, costs_from: str) -> Build:
+    def build(self, spec: OptimizerSpec | None, target: Target, pass_list: PassList, costs_from: str) -> Build:
         """A function that compiles a program for a batch."""
 
         def build(example: Any, part: Part, count: int, like: Program | None) -> Program:
             options = replace(self.capture, accumulate=count, part=part)
             update = spec if part == "train" else None
-            program = build_program(self.source, example, update, target, options, pipeline, self.run.progress, like)
+            program = build_program(self.source, example, update, target, options, pass_list, self.run.progress, like)
             agree(lambda: program_texts(program.captured, program.roles))
             return replace(program, costs=target.costs, costs_from=costs_from)
 
         return build
 
-    def pipeline_on(self, asked: Pipeline, world: World, costs: Costs) -> Pipeline:
+    def passes_on(self, asked: PassList, world: World, costs: Costs) -> PassList:
         """The passes asked for, and those that a step on this machine has by default: with recompute alone, too."""
-        pipeline = asked
+        pass_list = asked
         is_compiled = backend_for(self.run.backend, world.device, len(world.devices)) != "eager"
         if self.passes in (None, "default") and is_compiled and world.device.type == "cuda":
-            pipeline = pipeline.having(Recompute("pointwise", is_optional=True))
+            pass_list = pass_list.having(Recompute("pointwise", is_optional=True))
         if self.passes is None or [each_pass.name for each_pass in asked.passes] == [Recompute.name]:
-            pipeline = with_default_passes(pipeline, world, costs, self.run.passes_seconds, self.is_small)
-        return replace(pipeline, recalls=partial(numbers_of_all, world)) if world.is_distributed else pipeline
+            pass_list = with_default_passes(pass_list, world, costs, self.run.passes_seconds, self.is_small)
+        return replace(pass_list, recalls=partial(numbers_of_all, world)) if world.is_distributed else pass_list
 
     def compiled(self) -> CompiledStep:
         """The compiled step, with its state on the current world."""
@@ -149,19 +149,19 @@ class CompileOptions:
             if why_eager:
                 _LOG.warning(why_eager)
             settings = self.settings(spec is None)
-            pipeline = pipeline_of(
+            pass_list = pass_list_of(
                 self.passes, memory_cap_bytes=self.memory_cap_bytes, keeps_gradients=settings.run.keep_gradients
             )
-            agree(partial(self.texts, mesh, plan, pipeline))
+            agree(partial(self.texts, mesh, plan, pass_list))
             world = make_world(mesh, self.device, home_of(model))
             align_weights(model, self.optimizer, world, run.on_different_weights)
             shard = batch_shard(mesh, plan)[0]
             example = global_example(self.example, self.batch, shard)
             numbers_of_all(world, 0)  # connects them: later a rank that waits learns of the failure of another
             chosen = costs_for(self.profile, world, run.progress, self.is_small)
-            pipeline = self.pipeline_on(pipeline, world, chosen.costs)
+            pass_list = self.passes_on(pass_list, world, chosen.costs)
             target = Target(mesh, plan, chosen.costs, own_parts=shard if self.batch == "local" else 1)
-            build = self.build(spec, target, pipeline, chosen.origin)
+            build = self.build(spec, target, pass_list, chosen.origin)
             program = build(example, "train", self.capture.accumulate, None)
             # torch's weight_norm and spectral_norm set such attributes from a parameter.
             derived = {"model." + n.removesuffix("_v").removesuffix("_orig") for n, _ in model.named_parameters()}
@@ -193,22 +193,22 @@ _LEAST_GAIN = 0.08
 
 
 def with_default_passes(
-    pipeline: Pipeline, world: World, costs: Costs, seconds: float, is_small: bool = False
-) -> Pipeline:
-    """The pipeline of a step whose caller named no pass that is chosen by gain: "default" within a time budget if there
+    pass_list: PassList, world: World, costs: Costs, seconds: float, is_small: bool = False
+) -> PassList:
+    """The passes of a step whose caller named no pass that is chosen by gain: "default" within a time budget if there
     is real communication with known costs, else unchanged. Rewritten sums round differently, so a rewrite has to gain
     at least `_LEAST_GAIN`; a step that `is_small`, whose messages take their start-up alone, is not rewritten."""
     if not world.is_distributed or world.mesh.num_devices == 1 or not isinstance(costs, MachineProfile):
-        return pipeline
-    own, gathered = {each_pass.name for each_pass in pipeline.passes}, partial(numbers_of_all, world)
+        return pass_list
+    own, gathered = {each_pass.name for each_pass in pass_list.passes}, partial(numbers_of_all, world)
     usual = tuple(
         each_pass
-        for each_pass in pass_list("default")
+        for each_pass in parse_passes("default")
         if each_pass.name not in own and not (is_small and each_pass.numerics == "reassociates")
     )
     return replace(
-        pipeline,
-        passes=(*pipeline.passes, *usual),
+        pass_list,
+        passes=(*pass_list.passes, *usual),
         least_gain=_LEAST_GAIN,
         is_default=True,
         budget=Budget(seconds, gathered),

@@ -14,12 +14,12 @@ from meshweave.ir.verify import verify_step
 from meshweave.optimize.batch_split import SplitReport
 from meshweave.optimize.batch_split.captured import has_experts, split_captured
 from meshweave.optimize.overlap.decide import NoOrderError
-from meshweave.passes import MeshProgram, Pipeline, Split
+from meshweave.passes import MeshProgram, PassList, Split
 from meshweave.passes.base import named
 from meshweave.program import Planned
 from meshweave.search import Candidate, Search
 
-Build = Callable[[StepGraph, Pipeline], Planned]
+Build = Callable[[StepGraph, PassList], Planned]
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,25 @@ class _Built:
 
 
 def built_in_chunks(
-    build: Build, step: StepGraph, pipeline: Pipeline, costs: Costs, num_devices: int, microbatches: int
+    build: Build, step: StepGraph, pass_list: PassList, costs: Costs, num_devices: int, microbatches: int
 ) -> Planned:
-    """The program that `build` returns for the step, or for the step in chunks of each device's rows if the pipeline
+    """The program that `build` returns for the step, or for the step in chunks of each device's rows if a pass
     splits it and it has experts: whichever simulates faster, unless the split is unconditional.
 
     `num_devices` share the batch. Rows of experts are sorted over all tokens, so after placement no op works row by
     row. Such a step is therefore split before placement, and every chunk has its own sort and dispatch.
     """
-    split = next((each for each in pipeline.passes if isinstance(each, Split)), None)
+    split = next((each for each in pass_list.passes if isinstance(each, Split)), None)
     if split is None or not has_experts(step):
-        return build(step, pipeline)
-    search = Search[_Built](least_gain=pipeline.least_gain, budget=pipeline.budget)
+        return build(step, pass_list)
+    search = Search[_Built](least_gain=pass_list.least_gain, budget=pass_list.budget)
 
     def seconds_of(roles: tuple[RankGraph, ...]) -> float:
         return MeshProgram(roles, microbatches=microbatches).seconds(costs).total
 
     written = {each: split_captured(step, each.num_chunks[0], num_devices) for each in split.alternatives}
 
-    def try_step(rewrites: tuple[Split, ...], variant: StepGraph, passes: Pipeline, report: SplitReport) -> None:
+    def try_step(rewrites: tuple[Split, ...], variant: StepGraph, passes: PassList, report: SplitReport) -> None:
         try:
             planned: Planned | NoOrderError = build(variant, passes)
         except NoOrderError as error:
@@ -69,10 +69,10 @@ def built_in_chunks(
     in_chunks = {each: (chunked, report) for each, (chunked, report) in written.items() if chunked is not None}
     if split.is_compared or not in_chunks:
         *_, (_, report) = written.values()
-        try_step((), step, pipeline, report)
+        try_step((), step, pass_list, report)
     for each, (chunked, report) in in_chunks.items():
         if not split.is_compared or search.has_time_for(each.label):
-            try_step((each,), verify_step(chunked), pipeline.without(split.name), report)
+            try_step((each,), verify_step(chunked), pass_list.without(split.name), report)
     return _fastest(search)
 
 

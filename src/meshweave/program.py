@@ -12,7 +12,7 @@ from meshweave.ir.graph import StepGraph
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.optimize.overlap import OverlapReport
-from meshweave.passes import Optimized, Pipeline
+from meshweave.passes import Optimized, PassList
 from meshweave.place.decide import Placement
 from meshweave.place.plans import Resolved
 
@@ -27,7 +27,7 @@ class PlanInputs:
     resolved: Resolved
     costs: Costs
     options: CaptureOptions
-    pipeline: Pipeline
+    pass_list: PassList
     lasting: Placement | None = None
 
 

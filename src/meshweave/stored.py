@@ -106,9 +106,9 @@ class Storage:
 
 
 def storage_of(inputs: PlanInputs) -> tuple[Storage | None, str]:
-    """Where the program of these inputs would be; None if the pipeline stores none, or if the program depends on code
+    """Where the program of these inputs would be; None if none is stored, or if the program depends on code
     that is neither torch's nor meshweave's (passes, costs, rules as functions); and that reason."""
-    gathered = inputs.pipeline.recalls
+    gathered = inputs.pass_list.recalls
     if gathered is None:
         return None, ""
     digest, trouble = "", ""
@@ -130,12 +130,12 @@ def storage_of(inputs: PlanInputs) -> tuple[Storage | None, str]:
 def key_of(inputs: PlanInputs) -> str:
     """A digest of all that the program depends on. Raises NoFormError for code that is neither torch's nor
     meshweave's."""
-    pipeline, lasting = inputs.pipeline, inputs.lasting
+    pass_list, lasting = inputs.pass_list, inputs.lasting
     read = (
         inputs.captured,
         (inputs.mesh, inputs.resolved, inputs.costs, inputs.options),
-        (pipeline.passes, pipeline.memory_cap_bytes, pipeline.keeps_gradients, pipeline.least_gain),
-        pipeline.is_default,
+        (pass_list.passes, pass_list.memory_cap_bytes, pass_list.keeps_gradients, pass_list.least_gain),
+        pass_list.is_default,
         None if lasting is None else (lasting.stored, lasting.used),
         _registered(),
         _settings(),

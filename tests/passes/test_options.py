@@ -24,8 +24,8 @@ from meshweave.passes import (
     Prefetch,
     Recompute,
     Split,
-    pass_list,
-    pipeline_of,
+    parse_passes,
+    pass_list_of,
 )
 from meshweave.passes.base import STAGES
 
@@ -45,12 +45,12 @@ from meshweave.passes.base import STAGES
     ],
 )
 def test_text_and_lists(text: Any, expected: tuple[Pass[Any], ...]) -> None:
-    assert pass_list(text) == expected
+    assert parse_passes(text) == expected
 
 
 def test_a_memory_cap_implies_overlap() -> None:
-    assert pipeline_of(memory_cap_bytes=1 << 30).passes == pipeline_of("overlap").passes
-    assert pipeline_of("overlap", memory_cap_bytes=1 << 30).passes == (Overlap(),)
+    assert pass_list_of(memory_cap_bytes=1 << 30).passes == pass_list_of("overlap").passes
+    assert pass_list_of("overlap", memory_cap_bytes=1 << 30).passes == (Overlap(),)
 
 
 def test_every_pass_says_what_it_is() -> None:
@@ -59,7 +59,7 @@ def test_every_pass_says_what_it_is() -> None:
         assert name == kind.name
         assert kind.numerics == ("reassociates" if name in ("recompute", "ring", "split", "decompose") else "exact")
         assert fields(kind)  # type: ignore[arg-type]
-        assert kind() == pass_list(name)[0]
+        assert kind() == parse_passes(name)[0]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_every_pass_says_what_it_is() -> None:
 )
 def test_bad_input(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(MeshweaveError, match=message):
-        pipeline_of(**asked)
+        pass_list_of(**asked)
 
 
 def test_a_negative_number_of_blocks_is_refused() -> None:
@@ -90,8 +90,8 @@ def test_a_negative_number_of_blocks_is_refused() -> None:
 
 def test_the_command_line_takes_the_same_text() -> None:
     asked = SimulateCommandOptions(model="x", mesh=["dp=2"], passes="default,split=4,recompute=full")
-    expected = pipeline_of("default,split=4,recompute=full")
-    assert asked.pass_pipeline == expected
+    expected = pass_list_of("default,split=4,recompute=full")
+    assert asked.pass_list == expected
 
 
 # passes of a user's own

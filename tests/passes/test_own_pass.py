@@ -18,7 +18,7 @@ import meshweave as mw
 from meshweave.cli import app
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.collectives import WAIT, functional
-from meshweave.passes import Decompose, Pass, pass_list
+from meshweave.passes import Decompose, Pass, parse_passes
 from meshweave.torch_compile import backend
 
 OWN = str(Path(__file__).with_name("own_passes.py"))
@@ -114,11 +114,11 @@ def test_on_the_command_line() -> None:
 
 
 def test_text_names_a_pass_by_file_or_module() -> None:
-    assert type(pass_list(f"overlap,{OWN}:Negated")[1]).__name__ == "Negated"
-    assert pass_list("tests.passes.own_passes:Negated") == (Negated(),)
+    assert type(parse_passes(f"overlap,{OWN}:Negated")[1]).__name__ == "Negated"
+    assert parse_passes("tests.passes.own_passes:Negated") == (Negated(),)
     with pytest.raises(MeshweaveError, match="there is no such module"):
-        pass_list("no_such_module:Negated")
+        parse_passes("no_such_module:Negated")
     with pytest.raises(MeshweaveError, match="no such file"):
-        pass_list("no_such_file.py:Negated")
+        parse_passes("no_such_file.py:Negated")
     with pytest.raises(MeshweaveError, match="has no pass 'Counted'"):
-        pass_list("tests.passes.own_passes:Counted")
+        parse_passes("tests.passes.own_passes:Counted")

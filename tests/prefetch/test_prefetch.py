@@ -21,7 +21,7 @@ from meshweave.cost.hardware import AlphaBeta
 from meshweave.errors import PlanError
 from meshweave.ir.collectives import COLLECTIVES, WAIT
 from meshweave.ir.graph import origin_of
-from meshweave.passes import Prefetch, pipeline_of
+from meshweave.passes import Prefetch, pass_list_of
 from meshweave.program import Program
 from meshweave.runtime.session import SessionSettings
 from meshweave.runtime.world import LocalWorld
@@ -38,9 +38,9 @@ def llama() -> Made:
 def program(ahead: int, mesh: str = "fsdp=4") -> Program:
     model, batch, loss = llama()
     spec = read_optimizer(sgd(model), model)
-    how = pipeline_of(f"prefetch={ahead}")
+    how = pass_list_of(f"prefetch={ahead}")
     return build_program(
-        StepSource(model, loss), batch, spec, Target(mw.Mesh(mesh), None, AlphaBeta()), CaptureOptions(), pipeline=how
+        StepSource(model, loss), batch, spec, Target(mw.Mesh(mesh), None, AlphaBeta()), CaptureOptions(), pass_list=how
     )
 
 

@@ -18,7 +18,7 @@ from meshweave.cost.simulate.tasks import Tasks, lower_tasks
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import functional
 from meshweave.ir.graph import Origin, block_name, origin_of
-from meshweave.passes import pipeline_of
+from meshweave.passes import pass_list_of
 from meshweave.program import Program
 from meshweave.whatif import simulate
 
@@ -46,7 +46,7 @@ def compiled(prefetch: int, mesh: str = "fsdp=8", width: int = WIDTH) -> Program
     optimizer = read_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     target = Target(mw.Mesh(mesh), None, load_profile("h100"))
     options = CaptureOptions(precision=mw.Precision(param_dtype=torch.bfloat16))
-    return build_program(source, data, optimizer, target, options, pipeline_of(f"prefetch={prefetch}"))
+    return build_program(source, data, optimizer, target, options, pass_list_of(f"prefetch={prefetch}"))
 
 
 @pytest.fixture(scope="module")

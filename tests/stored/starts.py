@@ -17,7 +17,7 @@ from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.ir.rank import RankGraph
-from meshweave.passes import Decompose, Keep, Overlap, Split, pipeline_of
+from meshweave.passes import Decompose, Keep, Overlap, Split, pass_list_of
 from meshweave.place.plan_text import plan_of
 from meshweave.program import Program
 from meshweave.search import Gathered, alone
@@ -33,16 +33,16 @@ class Start:
     passes: Any = "default"
     options: CaptureOptions = field(default_factory=CaptureOptions)
     profile: Any = "h100"
-    pipeline: dict[str, Any] = field(default_factory=dict)
+    pass_list: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 0.1
 
     def program(self, gathered: Gathered = alone, like: Program | None = None, **changes: Any) -> Program:
         model, batch, loss = self.model()
         optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=self.learning_rate), model)
         costs = mw.load_profile(self.profile) if isinstance(self.profile, str) else self.profile
-        pipeline = replace(pipeline_of(self.passes, **self.pipeline), recalls=gathered, **changes)
+        pass_list = replace(pass_list_of(self.passes, **self.pass_list), recalls=gathered, **changes)
         target = Target(mw.Mesh(self.mesh), plan_of(self.plan), costs)
-        return build_program(StepSource(model, loss), batch, optimizer, target, self.options, pipeline, like=like)
+        return build_program(StepSource(model, loss), batch, optimizer, target, self.options, pass_list, like=like)
 
 
 def mlp_of_four() -> tuple[Any, Any, Any]:

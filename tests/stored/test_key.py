@@ -16,7 +16,7 @@ import meshweave as mw
 from meshweave import build, stored
 from meshweave.capture.step import CaptureOptions, Precision
 from meshweave.ops.registry import TABLE
-from meshweave.passes import Keep, Overlap, Pipeline, Split
+from meshweave.passes import Keep, Overlap, PassList, Split
 from meshweave.program import PlanInputs
 from meshweave.stored import NoFormError, key_of, storage_of
 
@@ -105,8 +105,8 @@ CHANGES: dict[str, Start] = {
     "another option": replace(BASE, passes=[Keep(), Overlap(choose="nominal")]),
     "chunks": replace(BASE, passes="split=2,overlap"),
     "recomputation": replace(BASE, passes="exact,recompute=full"),
-    "cap": replace(BASE, pipeline={"memory_cap_bytes": 1 << 30}),
-    "kept gradients": replace(BASE, pipeline={"keeps_gradients": True}),
+    "cap": replace(BASE, pass_list={"memory_cap_bytes": 1 << 30}),
+    "kept gradients": replace(BASE, pass_list={"keeps_gradients": True}),
     "clipping": replace(BASE, options=CaptureOptions(clip_grad_norm=1.0)),
     "microbatches": replace(BASE, options=CaptureOptions(accumulate=2)),
     "where sums are": replace(BASE, options=CaptureOptions(precision=Precision(accumulate_in="shards"))),
@@ -204,4 +204,4 @@ def test_no_option_of_a_pipeline_is_forgotten() -> None:
     """Those that are not in the key decide only when, or by whom, a program is built."""
     absent = {"budget", "recalls"}
     read = {"passes", "memory_cap_bytes", "keeps_gradients", "least_gain", "is_default"}
-    assert {each.name for each in fields(Pipeline)} == absent | read
+    assert {each.name for each in fields(PassList)} == absent | read

@@ -25,7 +25,7 @@ from meshweave.cost.hardware import Costs, MachineProfile, load_profile, profile
 from meshweave.cost.simulate.kernels import Fusion
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
-from meshweave.passes import Pipeline, pipeline_of
+from meshweave.passes import PassList, pass_list_of
 from meshweave.place.plan_text import data_parallel_size, parse_plan
 from meshweave.place.plans import Plan
 from meshweave.program import Program
@@ -114,8 +114,8 @@ class StepOptions(Options):
         )
 
     @property
-    def pass_pipeline(self) -> Pipeline:
-        return pipeline_of(self.passes, memory_cap_bytes=parse_bytes(self.memory_cap) if self.memory_cap else None)
+    def pass_list(self) -> PassList:
+        return pass_list_of(self.passes, memory_cap_bytes=parse_bytes(self.memory_cap) if self.memory_cap else None)
 
     def settings(self, **changes: Any) -> SessionSettings:
         """The settings of a session, with other values of some `RunOptions`."""
@@ -213,7 +213,7 @@ def compiled(
         CaptureOptions(
             clip_grad_norm=job.clip_grad_norm, accumulate=job.accumulate, seed=job.seed, precision=job.precision
         ),
-        job.pass_pipeline,
+        job.pass_list,
         stage,
     )
 

@@ -3,8 +3,8 @@ backend and of the command line)."""
 
 from meshweave.passes.base import CapturedProgram, MeshProgram, Pass, PassProgram
 from meshweave.passes.graph_program import GraphProgram
-from meshweave.passes.options import pass_list, pipeline_of
-from meshweave.passes.pipeline import Optimized, Pipeline, prove
+from meshweave.passes.optimize import Optimized, PassList, prove
+from meshweave.passes.options import parse_passes, pass_list_of
 from meshweave.passes.table import (
     PASSES,
     Decompose,
@@ -26,13 +26,13 @@ __all__ = [
     "Optimized",
     "Overlap",
     "Pass",
+    "PassList",
     "PassProgram",
-    "Pipeline",
     "Prefetch",
     "Recompute",
     "RingAttention",
     "Split",
-    "pass_list",
-    "pipeline_of",
+    "parse_passes",
+    "pass_list_of",
     "prove",
 ]

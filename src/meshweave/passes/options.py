@@ -10,31 +10,31 @@ from typing import Any, TypeGuard
 from meshweave.capture.sources import import_file
 from meshweave.errors import MeshweaveError
 from meshweave.passes.base import Pass
-from meshweave.passes.pipeline import Pipeline
+from meshweave.passes.optimize import PassList
 from meshweave.passes.table import GROUPS, PASSES, Overlap, Prefetch, Recompute, RingAttention, Split
 
 PassesArgument = str | Sequence[Pass[Any]] | None
 
 
-def pipeline_of(
+def pass_list_of(
     passes: PassesArgument = None, *, memory_cap_bytes: int | None = None, keeps_gradients: bool = False
-) -> Pipeline:
+) -> PassList:
     """The passes that a caller asks for, and options common to all.
 
     `memory_cap_bytes` implies the overlap pass, which keeps to the cap. Raises MeshweaveError for an unknown pass, a
     pass named twice, and a cap that is not a size.
     """
-    listed = pass_list(passes)
+    listed = parse_passes(passes)
     if memory_cap_bytes is not None:
         if not isinstance(memory_cap_bytes, int) or memory_cap_bytes <= 0:
             raise MeshweaveError("memory_cap_bytes is not a size", got=repr(memory_cap_bytes), expected="more than 0")
         names = {each_pass.name for each_pass in listed}
         if Overlap.name not in names:
             listed = (*listed, Overlap())
-    return Pipeline(listed, memory_cap_bytes, keeps_gradients)
+    return PassList(listed, memory_cap_bytes, keeps_gradients)
 
 
-def pass_list(requested: PassesArgument) -> tuple[Pass[Any], ...]:
+def parse_passes(requested: PassesArgument) -> tuple[Pass[Any], ...]:
     """The passes of a list, or of text: names separated by commas, in any order, with a value for the first option of
     those that take a value. Some names mean several passes: "none", "exact" (keep, overlap) and "default" (keep,
     split, decompose, overlap; if a plan cuts sequences also ring). A pass that is named by itself replaces that of a

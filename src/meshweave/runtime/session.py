@@ -389,8 +389,8 @@ class Session:
 
     def _compiled_for(self, form: Form, fuser: Fuser | None) -> tuple[Compiled, ...]:
         kept = READ_BEFORE["backward"] | READ_BEFORE["update"]
-        if ("update",) in form:
-            kept |= {"param", "state", *(["grad"] if self.settings.run.keep_gradients else ())}
+        if ("update",) in form:  # no other microbatch adds gradients to the sums
+            kept = kept - {"acc"} | {"param", "state", *(["grad"] if self.settings.run.keep_gradients else ())}
         by_device = {d: rank for rank in self.roles for d in rank.devices}
         compiled: dict[int, Compiled] = {}
         for rank in (by_device[d] for d in self.world.devices):
@@ -479,8 +479,7 @@ class Session:
             elif action.name == "backward":
                 executor.run("backward")
                 if number + 1 < self.settings.accumulate:
-                    ranks = zip(self._ranks_of[form], self._envs, strict=True)
-                    carried = [carried_values(rank, env) for rank, env in ranks]
+                    carried = list(map(carried_values, self._ranks_of[form], self._envs))
                     executor.end()
         return losses, metrics
 
@@ -547,8 +546,12 @@ class Session:
         """New parameters and optimizer state, unless the step is skipped, and what forward has changed: buffers, and
         frozen parameters."""
         update = Update(self.state, self.bindings, self.replacements, self._envs)
-        ranks = zip(self.ranks, self._envs, strict=True)
-        buffers = [(key, env[slot]) for rank, env in ranks for key, slot in outputs(rank) if key[0] == "buffer"]
+        buffers = [
+            (key, env[slot])
+            for rank, env in zip(self.ranks, self._envs, strict=True)
+            for key, slot in outputs(rank)
+            if key[0] == "buffer"
+        ]
         if not self.was_skipped:
             update.begin(numbers_on(self.world.device, numbers, torch.float64))
             self.executor.run("update", update.commit)

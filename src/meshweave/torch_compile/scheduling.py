@@ -29,7 +29,7 @@ from meshweave.optimize.batch_split import SplitReport
 from meshweave.optimize.overlap import OverlapReport
 from meshweave.optimize.overlap.decide import OverlapOptions
 from meshweave.optimize.overlap.order import warn_of_failure
-from meshweave.passes import GraphProgram, Overlap, Pass, pipeline_of
+from meshweave.passes import GraphProgram, Overlap, Pass, pass_list_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes
 from meshweave.passes.options import PassesArgument
@@ -255,7 +255,7 @@ def settings(**options: Unpack[BackendOptions]) -> BackendSettings:
 def graph_passes(passes: PassesArgument) -> tuple[Pass[Any], ...]:
     """The passes over graphs that a caller asks for, by default the overlap pass. Raises MeshweaveError for an unknown
     pass, or one over whole steps."""
-    listed = pipeline_of("overlap" if passes is None else passes).passes
+    listed = pass_list_of("overlap" if passes is None else passes).passes
     # Groups bring passes that work between steps, or between forward and backward: they do not apply to a single graph.
     grouped = {name for names in GROUPS.values() for name in names}
     listed = tuple(p for p in listed if p.scope != "step" or p.name not in grouped)

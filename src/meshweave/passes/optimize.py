@@ -29,7 +29,7 @@ from meshweave.search import Budget, Candidate, Gathered
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PassList:
     """Passes, sorted by stage and then as listed, and the options common to all.
 
     memory_cap_bytes: the most that may be live on a device at once; keeps_gradients: gradients live to the end of a
@@ -58,15 +58,15 @@ class Pipeline:
     def of(self, *stages: Stage) -> tuple[Pass[Any], ...]:
         return tuple(each_pass for each_pass in self.passes if each_pass.stage in stages)
 
-    def having(self, each_pass: Pass[Any]) -> Pipeline:
-        """The pipeline with this pass, in place of the pass of the same name."""
+    def having(self, each_pass: Pass[Any]) -> PassList:
+        """The list with this pass, in place of the pass of the same name."""
         return replace(self, passes=(each_pass, *(other for other in self.passes if other.name != each_pass.name)))
 
-    def without(self, name: str) -> Pipeline:
+    def without(self, name: str) -> PassList:
         return replace(self, passes=tuple(each_pass for each_pass in self.passes if each_pass.name != name))
 
-    def following(self, rewrites: Collection[Pass[Any]]) -> Pipeline:
-        """The pipeline for another size of a step that took these rewrites: of the passes that are compared, only they;
+    def following(self, rewrites: Collection[Pass[Any]]) -> PassList:
+        """The list for another size of a step that took these rewrites: of the passes that are compared, only they;
         without passes that take long it is not stored. Under a cap, which another size may exceed, all are compared."""
         if self.memory_cap_bytes is not None:
             return self
@@ -140,7 +140,7 @@ def optimize(
     placed: StepGraph,
     roles: tuple[RankGraph, ...],
     costs: Costs,
-    pipeline: Pipeline,
+    pass_list: PassList,
     microbatches: int = 1,
     progress: Progress = lambda stage: None,
 ) -> Optimized:
@@ -152,8 +152,8 @@ def optimize(
     error, and `note` gives the reason. They do so, too, asked for or not, if there is no cap and the step cannot fit
     the machine's memory, or fits only without them.
     """
-    passes = pipeline.of("written", "ordered")
-    program = MeshProgram(roles, microbatches, pipeline.memory_cap_bytes, pipeline.keeps_gradients)
+    passes = pass_list.of("written", "ordered")
+    program = MeshProgram(roles, microbatches, pass_list.memory_cap_bytes, pass_list.keeps_gradients)
 
     def unchanged(note: str) -> Optimized:
         return Optimized(roles=roles, expanded=roles, unscheduled=roles, note=note)
@@ -161,11 +161,11 @@ def optimize(
     try:
         for each_pass in passes:
             _check_costs(each_pass, roles, costs)
-        if note := _why_none_searched(passes, roles, costs, pipeline):
+        if note := _why_none_searched(passes, roles, costs, pass_list):
             return unchanged(note)
-        chosen, variants = run_passes(program, passes, costs, pipeline.least_gain, pipeline.budget, progress)
+        chosen, variants = run_passes(program, passes, costs, pass_list.least_gain, pass_list.budget, progress)
     except MeshweaveError as error:
-        if not pipeline.is_default or isinstance(error, NoOrderError | VerifyError):
+        if not pass_list.is_default or isinstance(error, NoOrderError | VerifyError):
             raise
         return unchanged(error.what)
     optimized = Optimized(
@@ -176,26 +176,26 @@ def optimize(
         rewrites=chosen.rewrites,
         variants=variants,
     )
-    if note := _why_none_taken(optimized, roles, costs, pipeline, microbatches):
+    if note := _why_none_taken(optimized, roles, costs, pass_list, microbatches):
         optimized = unchanged(note)
-    if optimized.roles is not roles or pipeline.of("expanded"):
+    if optimized.roles is not roles or pass_list.of("expanded"):
         prove(placed, optimized)
     return optimized
 
 
-def _machine_of_default(pipeline: Pipeline, costs: Costs) -> MachineProfile | None:
+def _machine_of_default(pass_list: PassList, costs: Costs) -> MachineProfile | None:
     """The machine whose memory decides about default passes: without a cap, beside which an error has to name the least
     peak, and without other passes, of which nothing is known."""
-    names = {each.name for each in pipeline.of("written", "ordered")}
-    is_open = pipeline.memory_cap_bytes is None and names <= {*GROUPS["default"]}
+    names = {each.name for each in pass_list.of("written", "ordered")}
+    is_open = pass_list.memory_cap_bytes is None and names <= {*GROUPS["default"]}
     return costs if is_open and isinstance(costs, MachineProfile) else None
 
 
 def _why_none_searched(
-    passes: Collection[Pass[Any]], roles: tuple[RankGraph, ...], costs: Costs, pipeline: Pipeline
+    passes: Collection[Pass[Any]], roles: tuple[RankGraph, ...], costs: Costs, pass_list: PassList
 ) -> str:
     """Why no pass is searched that would be compared: the step does not fit, whatever they do; "" if it may fit."""
-    machine = _machine_of_default(pipeline, costs)
+    machine = _machine_of_default(pass_list, costs)
     if machine is None or not any(each.is_compared for each in passes):
         return ""
     least, room = least_bytes_of_step(roles, machine), int(machine.usable_bytes)
@@ -208,13 +208,13 @@ def _why_none_searched(
 
 
 def _why_none_taken(
-    optimized: Optimized, roles: tuple[RankGraph, ...], costs: Costs, pipeline: Pipeline, microbatches: int
+    optimized: Optimized, roles: tuple[RankGraph, ...], costs: Costs, pass_list: PassList, microbatches: int
 ) -> str:
     """Why a step is as it was: only so it fits the machine's memory; "" if it does not matter.
 
     The scheduler counts every op's result, also those that a kernel never writes. Where even the step's own order is
     above the memory by that count, it allows as much as that order has, which may be too much."""
-    machine = _machine_of_default(pipeline, costs)
+    machine = _machine_of_default(pass_list, costs)
     if machine is None:
         return ""
     room = int(machine.usable_bytes)
