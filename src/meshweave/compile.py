@@ -29,13 +29,14 @@ from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
 from meshweave.program import Program
 from meshweave.runtime.cluster import make_world, numbers_of_all
+from meshweave.runtime.interfaces import World
 from meshweave.runtime.optimizer_state import follow_replaced
 from meshweave.runtime.regions.compiler import backend_for
 from meshweave.runtime.rows import batch_shard, global_example
 from meshweave.runtime.session import RunOptions, SessionSettings
 from meshweave.runtime.together import agree, argument_texts, program_texts, together
 from meshweave.runtime.weights import align_weights
-from meshweave.runtime.world import World, home_of
+from meshweave.runtime.world import home_of
 from meshweave.search import Budget
 from meshweave.train_step import CompiledStep, TrainStep
 from meshweave.variants import Build

@@ -28,11 +28,11 @@ from meshweave.program import Program
 from meshweave.report.moves import MoveRow, move_rows
 from meshweave.runtime.eager_update import EagerUpdate
 from meshweave.runtime.initialize import materialize
+from meshweave.runtime.interfaces import World
 from meshweave.runtime.optimizer_state import OptimizerState
 from meshweave.runtime.session import Session, SessionSettings
 from meshweave.runtime.state import State, full_values, is_here
 from meshweave.runtime.weight_files import WeightFiles
-from meshweave.runtime.world import World
 from meshweave.variants import Build, Variant, Variants, evaluating, rows_check
 
 if TYPE_CHECKING:

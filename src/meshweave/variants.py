@@ -20,9 +20,9 @@ from meshweave.errors import CaptureError, LayoutError, MeshweaveError, StepErro
 from meshweave.ir.graph import Input, Spec, spec_of
 from meshweave.place.row_lookups import row_lookups
 from meshweave.program import Program
+from meshweave.runtime.interfaces import World
 from meshweave.runtime.rows import RowsCheck
 from meshweave.runtime.session import Session
-from meshweave.runtime.world import World
 
 # (example, part, accumulate, a program of the same state, whose choices it shares)
 Build = Callable[[Any, Part, int, Program | None], Program]

@@ -37,9 +37,9 @@ from meshweave.cost.calibrate.links import MOST_SLOWDOWN, OPS, Contention, Measu
 from meshweave.cost.calibrate.measure import BRIEF, LINKS_GPU
 from meshweave.cost.calibrate.ops import ALONE, Effort, Measurement, OpCase, RepeatedOp, time_ops, typical
 from meshweave.cost.hardware import load_profile
-from meshweave.cost.hardware.collectives import bytes_received
 from meshweave.cost.hardware.load import parse_profile, parse_table
 from meshweave.cost.hardware.schema import KINDS, MeasuredLinks
+from meshweave.cost.hardware.volumes import bytes_received
 from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import COLLECTIVES

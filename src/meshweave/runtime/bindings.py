@@ -16,8 +16,8 @@ from meshweave.interop.storages import sharing
 from meshweave.ir.graph import Input, Spec
 from meshweave.ir.layout import Layout
 from meshweave.runtime.fingerprint import fingerprint
+from meshweave.runtime.interfaces import World
 from meshweave.runtime.state import Key, State
-from meshweave.runtime.world import World
 
 Form = Literal["shared", "dtensor", "copy"]
 

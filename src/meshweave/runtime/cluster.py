@@ -26,10 +26,11 @@ from meshweave.ir.rank import RankGraph
 from meshweave.runtime.collectives import Group
 from meshweave.runtime.executor import Compiled, Meter
 from meshweave.runtime.hub import names_of_ranks
+from meshweave.runtime.interfaces import World
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator
 from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.watch import close_watch, watch_of_job
-from meshweave.runtime.world import LocalWorld, World, check_virtual_devices, checked_device
+from meshweave.runtime.world import LocalWorld, check_virtual_devices, checked_device
 
 LINGER = 5.0  # seconds in which rank 0 waits at its end for ranks that have compiled nothing
 _NOTES = logging.getLogger("meshweave")

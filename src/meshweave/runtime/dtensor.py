@@ -94,3 +94,9 @@ def _current_job() -> weakref.ref[dist.ProcessGroup] | None:
 def _device_mesh(mesh: Mesh, device_type: str, job: weakref.ref[dist.ProcessGroup] | None) -> DeviceMesh:
     """The DeviceMesh of a mesh in this job, cached, because each creates process groups."""
     return device_mesh_from_mesh(mesh, device_type)
+
+
+def is_placed(tensor: DTensor, layout: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether a DTensor has a layout's placements on the layout's mesh."""
+    ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
+    return ranks == tuple(layout.mesh.devices) and tuple(tensor.placements) == dtensor_placements(layout, shape)

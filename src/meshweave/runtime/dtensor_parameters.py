@@ -20,7 +20,7 @@ from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.placements import layout_from_placements
-from meshweave.runtime.dtensor import dtensor_from_piece, dtensor_placements, unheld_dtensor
+from meshweave.runtime.dtensor import dtensor_from_piece, is_placed, unheld_dtensor
 from meshweave.runtime.optimizer_state import note_replaced, replace_in_optimizer
 from meshweave.runtime.state import full_values
 from meshweave.runtime.watch import watch_of_job
@@ -165,12 +165,6 @@ def set_piece(tensor: Tensor, piece: Tensor) -> None:
     """Give a DTensor parameter another piece."""
     assert isinstance(tensor, DTensor), "bound as one"
     set_local_tensor(tensor, piece)
-
-
-def is_placed(tensor: DTensor, layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether a DTensor has a layout's placements on the layout's mesh."""
-    ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
-    return ranks == tuple(layout.mesh.devices) and tuple(tensor.placements) == dtensor_placements(layout, shape)
 
 
 def _cut_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -14,9 +14,9 @@ from meshweave.errors import LayoutError
 from meshweave.ir.graph import Input
 from meshweave.ir.pieces import Box
 from meshweave.runtime.executor import Compiled, Env, Meter
+from meshweave.runtime.interfaces import World
 from meshweave.runtime.state import LASTING, Key, State
 from meshweave.runtime.update import nodes_of
-from meshweave.runtime.world import World
 
 _STRIDE = 2  # numbers lie 16 bytes apart: compiled regions copy operands at other addresses
 

@@ -1,4 +1,4 @@
-"""Assembles a piece from the parts of a transfer."""
+"""Where pieces lie in a tensor and in each other; assembles a piece from the parts of a transfer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import Transfer
 from meshweave.ir.routes import Message
+
+
+def boxes_of(layout: Layout, shape: Sequence[int], devices: Sequence[int]) -> list[Box]:
+    """The pieces of devices, as boxes of the global tensor."""
+    return [layout.box_of(shape, device) for device in devices]
 
 
 def piece_of(box: Box, inside: Box) -> tuple[slice, ...]:

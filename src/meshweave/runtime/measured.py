@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from meshweave.cost.hardware.collectives import bytes_received
+from meshweave.cost.hardware.volumes import bytes_received
 from meshweave.cost.hardware.work import Attention, Matmul, Work
 from meshweave.cost.simulate.classify import operand_values, work_of
 from meshweave.cost.simulate.exposure import covered_seconds

@@ -35,7 +35,7 @@ from meshweave.runtime.messages import Messages, bytes_of, dense
 from meshweave.runtime.watch import POLL, ConnectionLost
 
 if TYPE_CHECKING:
-    from meshweave.runtime.tracing import Recorder
+    from meshweave.runtime.interfaces import Observer
 
 # A live peer that is silent for so long counts as stuck. Dead peers are detected sooner (see watch.py). torch's own
 # default for Gloo is 30 minutes.
@@ -76,7 +76,7 @@ class ClusterCommunicator:
     rank: int
     is_native: bool
     check: Callable[[], None] = lambda: None
-    recorder: Recorder | None = None
+    recorder: Observer | None = None
     stream: torch.cuda.Stream | None = None  # of the GPU that computes
     num_started: int = 0
     num_waited: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,19 +26,16 @@ from meshweave.runtime.executor import (
     perform,
     report_value,
 )
+from meshweave.runtime.interfaces import Communicator, Observer
 from meshweave.runtime.recorded import RecordedPasses
 from meshweave.runtime.straight_line import Run, straight_line
-
-if TYPE_CHECKING:
-    from meshweave.runtime.process_groups import ClusterCommunicator
-    from meshweave.runtime.tracing import Recorder
 
 
 @dataclass(slots=True)
 class Alone:
     """The communicator of a mesh of a single device, whose groups have that member alone."""
 
-    recorder: Recorder | None = None
+    recorder: Observer | None = None
 
     def start(self, graph: RankGraph, node: fx.Node, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
         return operand
@@ -53,11 +50,11 @@ class SerialExecutor:
 
     compiled: Compiled
     device: int
-    communicator: ClusterCommunicator | Alone
+    communicator: Communicator
     meter: Meter | None = None
     _fresh: Env = field(init=False)
     _env: Env = field(default_factory=list)
-    _recorder: Recorder | None = None
+    _recorder: Observer | None = None
     _codes: dict[Kind, Run] = field(default_factory=dict)  # of the actions that have run
     _passes: RecordedPasses | None = None
     _is_recorded: bool = False  # the current pass
@@ -69,7 +66,7 @@ class SerialExecutor:
         """Record passes that nobody observes, and replay them."""
         self._passes = RecordedPasses(self.compiled, self.device, graphs, self._run)
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: Observer | None) -> None:
         """Report every task to a recorder from now on, or to none."""
         self._recorder = self.communicator.recorder = recorder
 

@@ -36,6 +36,7 @@ from meshweave.runtime.cluster import on_any
 from meshweave.runtime.cuda_graphs import CudaGraphs
 from meshweave.runtime.executor import Compiled, Env, Meter, carried_values, compile_tasks
 from meshweave.runtime.inputs import Inputs, numbers_on
+from meshweave.runtime.interfaces import World
 from meshweave.runtime.measured import measured
 from meshweave.runtime.recorded import can_be_recorded
 from meshweave.runtime.regions.compile_process import CompileProcess, begin_compiling
@@ -55,7 +56,7 @@ from meshweave.runtime.update import Replacements, Update, metrics_of, outputs, 
 from meshweave.runtime.watch import POLL
 from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
-from meshweave.runtime.world import World, free_bytes
+from meshweave.runtime.world import free_bytes
 
 Done = Callable[[bool], None] | None
 Form = tuple[Kinds, ...]  # what the actions of a microbatch run

@@ -18,8 +18,8 @@ from meshweave.ir.graph import Input
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
+from meshweave.runtime.local import boxes_of
 from meshweave.runtime.weight_files import WeightFiles
-from meshweave.runtime.world import boxes_of
 
 Key = tuple[str, str]
 LASTING = ("param", "buffer", "state")
@@ -219,6 +219,6 @@ def has_layout(tensor: Any, layout: Layout) -> bool:
     """Whether a tensor is a DTensor of this layout, on the layout's mesh."""
     if not hasattr(tensor, "placements"):
         return False
-    from meshweave.runtime.dtensor_parameters import is_placed  # slow to import
+    from meshweave.runtime.dtensor import is_placed  # slow to import
 
     return is_placed(tensor, layout, tuple(tensor.shape))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from meshweave.ir.collectives import TABLE, transfer
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.pieces import Box
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.routes import Message
 from meshweave.runtime.executor import (
@@ -35,12 +34,9 @@ from meshweave.runtime.executor import (
     perform,
     report_value,
 )
-from meshweave.runtime.local import piece_of, receive
+from meshweave.runtime.interfaces import Executor, Observer
+from meshweave.runtime.local import boxes_of, piece_of, receive
 from meshweave.runtime.serial import Alone, SerialExecutor
-
-if TYPE_CHECKING:
-    from meshweave.runtime.cluster import ClusterWorld
-    from meshweave.runtime.tracing import Recorder
 
 # The executor of virtual devices, which run on the calling thread in an order that is known before the first step.
 
@@ -84,7 +80,7 @@ class LocalExecutor:
         }
         self._fresh = [environment(rank, d) for rank, d in zip(self.ranks, self.devices, strict=True)]
         self._envs: list[Env] = []
-        self._recorder: Recorder | None = None
+        self._recorder: Observer | None = None
 
     def _step(self, number: int, tasks: Sequence[Sequence[Task]]) -> tuple[int, Task] | _DeviceCopy:
         """What a task of the graph does: a task of a local device, or a copy."""
@@ -99,7 +95,7 @@ class LocalExecutor:
         planned = self.lowered.copies[number - first_copy]
         return _DeviceCopy(planned, tuple(map(placed, planned.sources)), tuple(map(placed, planned.targets)))
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: Observer | None) -> None:
         self._recorder = recorder
 
     def environment(self) -> list[Env]:
@@ -168,14 +164,6 @@ class LocalExecutor:
             return sent[message.sender][piece_of(message.box, inside)]
 
         return receive(entry, device, copy.messages, sent.get(device), part, self.on)
-
-
-World: TypeAlias = "LocalWorld | ClusterWorld"  # a process's part of a mesh
-Executor: TypeAlias = SerialExecutor | LocalExecutor
-
-
-def boxes_of(layout: Layout, shape: Sequence[int], devices: Sequence[int]) -> list[Box]:
-    return [layout.box_of(shape, device) for device in devices]
 
 
 def home_of(model: nn.Module) -> torch.device | None:

@@ -33,8 +33,8 @@ from meshweave.cost.hardware.schema import Fit, Link, MeasuredLinks
 from meshweave.disk_cache import CacheEntry, cache_directory, machine_of
 from meshweave.errors import MeshweaveError
 from meshweave.runtime.cluster import ClusterWorld
+from meshweave.runtime.interfaces import World
 from meshweave.runtime.watch import address_towards
-from meshweave.runtime.world import World
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
 FORMAT = 7  # version of the cache; change it when collectives or matmuls are implemented or measured differently

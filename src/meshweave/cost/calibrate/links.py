@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.cost.calibrate.ops import LEAST_ROUNDS, Effort, Peers, time_run, typical
-from meshweave.cost.hardware.collectives import bytes_received
 from meshweave.cost.hardware.fitted import along
+from meshweave.cost.hardware.volumes import bytes_received
 from meshweave.ir.collectives import OURS, RECEIVED
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from math import exp, inf, log
 
-from meshweave.cost.hardware.collectives import bytes_received
 from meshweave.cost.hardware.schema import Fit, Point
+from meshweave.cost.hardware.volumes import bytes_received
 
 _NEIGHBOURS = 4  # points that interpolate between measured shapes
 _PAIRWISE = ("permute", "transfer")  # a single message per device, whatever the size of the group

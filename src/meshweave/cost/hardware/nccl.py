@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log2
 
-from meshweave.cost.hardware.collectives import bytes_received
 from meshweave.cost.hardware.schema import Link, Links, Nccl
+from meshweave.cost.hardware.volumes import bytes_received
 from meshweave.errors import MeshweaveError
 
 # How the groups of a mesh map to nodes and network adapters, from their device ids.

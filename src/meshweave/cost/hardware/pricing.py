@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshweave.cost.hardware import nccl
-from meshweave.cost.hardware.collectives import LOCAL
 from meshweave.cost.hardware.fitted import along, curve_of, fastest, nearest
 from meshweave.cost.hardware.nccl import Shape, shapes
 from meshweave.cost.hardware.schema import Link, Point
+from meshweave.cost.hardware.volumes import LOCAL
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 

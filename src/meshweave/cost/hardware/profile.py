@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from meshweave.cost.hardware import compute, pricing
-from meshweave.cost.hardware.collectives import bytes_received
 from meshweave.cost.hardware.schema import (
     COUNT,
     RATES,
@@ -27,6 +26,7 @@ from meshweave.cost.hardware.schema import (
     choice_of,
     figure,
 )
+from meshweave.cost.hardware.volumes import bytes_received
 from meshweave.cost.hardware.work import Work
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
