@@ -317,8 +317,8 @@ def coarse(output: Path) -> None:
     """A calibration of a few sizes, for --quick: matmuls, copies and links."""
     import torch
 
-    from meshweave.cost.calibrate import QUICK, calibrate
-    from meshweave.cost.calibrate.ops import Effort
+    from meshweave.calibrate import QUICK, calibrate
+    from meshweave.calibrate.ops import Effort
     from meshweave.runtime.cluster import init_from_env, shutdown
 
     rank, _ = init_from_env()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshweave.cost.calibrate import automatic
+from meshweave.calibrate import automatic
 from meshweave.runtime.cluster import init_from_env, shutdown
 
 CONTEXT = multiprocessing.get_context("forkserver")

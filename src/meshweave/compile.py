@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshweave.build import Target, build_program
+from meshweave.calibrate import SMALL_BYTES, costs_for
 from meshweave.capture.batch import Batch, call_model, listed_batches
 from meshweave.capture.guards import check_autocast
 from meshweave.capture.model_checks import check_loss, check_new_tensors, check_not_compiled, check_shapes
 from meshweave.capture.optimizer_groups import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, LossScale, Part, Precision, StepSource
-from meshweave.cost.calibrate import SMALL_BYTES, costs_for
 from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.errors import CaptureError, PlanError
 from meshweave.ir.mesh import Mesh

@@ -20,7 +20,7 @@ from tests.processes import Job
 from torch import nn
 
 import meshweave as mw
-from meshweave.cost.calibrate import automatic, calibrate, costs_for
+from meshweave.calibrate import automatic, calibrate, costs_for
 from meshweave.cost.hardware import AlphaBeta, load_profile, profile_of_device
 from meshweave.cost.hardware.load import _DATA
 from meshweave.disk_cache import CacheEntry

@@ -20,10 +20,9 @@ import typer
 from typer.testing import CliRunner
 
 import meshweave as mw
-from meshweave.cli.command import add_command
-from meshweave.cost.calibrate import MeasurementPlan, calibrate, links
-from meshweave.cost.calibrate.automatic import with_links
-from meshweave.cost.calibrate.cases import (
+from meshweave.calibrate import MeasurementPlan, calibrate, links
+from meshweave.calibrate.automatic import with_links
+from meshweave.calibrate.cases import (
     Grid,
     Pool,
     attention_cases,
@@ -32,18 +31,19 @@ from meshweave.cost.calibrate.cases import (
     memory_cases,
     tiny_cases,
 )
-from meshweave.cost.calibrate.figures import MachineFacts, Measurements, links_text, profile_text
-from meshweave.cost.calibrate.links import MOST_SLOWDOWN, OPS, Contention, MeasuredLink, local_bytes_of, places
-from meshweave.cost.calibrate.measure import BRIEF, LINKS_GPU
-from meshweave.cost.calibrate.ops import ALONE, Effort, Measurement, OpCase, RepeatedOp, time_ops, typical
+from meshweave.calibrate.figures import MachineFacts, Measurements, links_text, profile_text
+from meshweave.calibrate.links import MOST_SLOWDOWN, OPS, Contention, MeasuredLink, local_bytes_of, places
+from meshweave.calibrate.measure import BRIEF, LINKS_GPU
+from meshweave.calibrate.ops import ALONE, Effort, Measurement, OpCase, RepeatedOp, time_ops, typical
+from meshweave.cli.command import add_command
 from meshweave.cost.hardware import load_profile
 from meshweave.cost.hardware.load import parse_profile, parse_table
-from meshweave.cost.hardware.schema import KINDS, MeasuredLinks
+from meshweave.cost.hardware.schema import MeasuredLinks
 from meshweave.cost.hardware.volumes import bytes_received
-from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.work import MEMORY_KINDS, Attention, Matmul, MemoryWork
 
 command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_memory_cases_are_of_every_kind_and_of_the_size_asked_for() -> None:
         work = RepeatedOp(case, 1, CPU).work
         assert isinstance(work, MemoryWork)
         found.setdefault(work.kind, []).append(work.bytes)
-    assert set(found) == set(KINDS)
+    assert set(found) == set(MEMORY_KINDS)
     for kind, sizes in found.items():
         assert all(0.6 * size < n < 1.1 * size for n in sizes), (kind, sizes)  # an index is smaller than what it finds
 
@@ -414,7 +414,7 @@ def test_a_small_calibration_makes_a_profile_of_this_process() -> None:
     made = calibrate(TINY, "here", "meshweave calibrate", CPU, stages.append)
     profile = parse_profile(made.text, "here.toml")
     assert stages == ["ops"]
-    assert {c.kind for c in profile.memory.measured} == set(KINDS)
+    assert {c.kind for c in profile.memory.measured} == set(MEMORY_KINDS)
     assert {dtype for dtype, _ in profile.peak} == {"float32", "bfloat16", "float64"}
     assert {(p.dtype, p.direction) for p in profile.attention.measured} == {
         (dtype, direction) for dtype in ("float32", "bfloat16") for direction in ("forward", "backward")

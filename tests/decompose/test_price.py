@@ -10,8 +10,8 @@ import pytest
 from tests.overlap.graphs import Builder
 from torch import fx
 
-from meshweave.cost.hardware.work import MemoryWork
 from meshweave.ir.device_program import graph_program
+from meshweave.ir.work import MemoryWork
 from meshweave.optimize.decompose.algorithms import algorithm
 from meshweave.optimize.decompose.chains import Shapes
 from meshweave.optimize.decompose.find import gathered, reduced

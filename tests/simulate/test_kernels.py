@@ -13,7 +13,6 @@ from torch import nn
 
 import meshweave as mw
 from meshweave.cost.hardware import load_profile
-from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
 from meshweave.cost.simulate.classify import known_kind, work_of
 from meshweave.cost.simulate.kernels import Fusion, Kernel, kernels_of
 from meshweave.errors import MeshweaveError
@@ -22,6 +21,7 @@ from meshweave.ir.graph import op_name
 from meshweave.ir.rank import RankGraph, copied
 from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, Value, local_values
+from meshweave.ir.work import Attention, Matmul, MemoryWork
 from meshweave.ops.registry import TABLE
 
 

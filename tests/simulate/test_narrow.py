@@ -10,11 +10,11 @@ from tests.experts import mixture, own_loss, tokens
 from tests.models import hugging_face
 
 import meshweave as mw
-from meshweave.cost.hardware.work import Matmul, MemoryWork
 from meshweave.cost.simulate.kernels import is_in_block, kernels_of
 from meshweave.cost.simulate.tasks import Narrow
 from meshweave.errors import MeshweaveError
 from meshweave.ir.values import local_values
+from meshweave.ir.work import Matmul, MemoryWork
 from meshweave.program import Program
 from meshweave.whatif import simulate
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from meshweave.calibrate import FULL, QUICK, Calibration, ErrorRow
+from meshweave.calibrate import calibrate as measure
 from meshweave.cli.command import Options, option
 from meshweave.cli.screen import Screen, rank
-from meshweave.cost.calibrate import FULL, QUICK, Calibration, ErrorRow
-from meshweave.cost.calibrate import calibrate as measure
 from meshweave.cost.hardware import load_profile
 from meshweave.errors import MeshweaveError
 from meshweave.report.tables import plain_table

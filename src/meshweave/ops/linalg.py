@@ -10,10 +10,10 @@ from math import prod
 import torch
 from torch import fx
 
-from meshweave.cost.hardware.work import Matmul
 from meshweave.ir import recurrent  # noqa: F401  (defines meshweave::recurrent)
 from meshweave.ir.graph import Spec, spec_of, tensor_inputs
 from meshweave.ir.values import Value
+from meshweave.ir.work import Matmul
 from meshweave.ops.factors import Dim, Rule, RuleBuilder, sums
 from meshweave.ops.registry import add, result_specs
 

@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import fx
 
-from meshweave.cost.hardware.schema import KINDS
-from meshweave.cost.hardware.work import Work
 from meshweave.errors import RuleError
 from meshweave.interop.ops import OpOverload, is_operator, only_overload
 from meshweave.ir.graph import Spec, op_name, origin_of, tensor_inputs
 from meshweave.ir.traits import is_pointwise
 from meshweave.ir.values import Value
+from meshweave.ir.work import MEMORY_KINDS, Work
 from meshweave.ops.factors import Linear, Rule, RuleBuilder, parse_factors, rule_from_text
 from meshweave.ops.pieces import AS_IT_IS, OnPiece
 
@@ -86,12 +85,12 @@ def register_rule(
     """
     target, backward = _operator(target), None if backward is None else _operator(backward)
     modes = tuple(Linear(frozenset({i})) for i in linear)
-    if not callable(cost) and cost not in ("", *KINDS):
+    if not callable(cost) and cost not in ("", *MEMORY_KINDS):
         raise RuleError(
             "unknown kind of work",
             where=f"cost of {op_name(target)}",
             got=repr(cost),
-            expected=f"{', '.join(KINDS)}, or a function (node, operands, results) -> work",
+            expected=f"{', '.join(MEMORY_KINDS)}, or a function (node, operands, results) -> work",
         )
     registered = None if callable(rule) or callable(cost) else f"{rule}, {linear}, {cost}"
     TABLE[target] = OpRecord(rule if callable(rule) else _text_rule(rule, modes), registered=registered, cost=cost)

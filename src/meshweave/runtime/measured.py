@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from meshweave.cost.hardware.volumes import bytes_received
-from meshweave.cost.hardware.work import Attention, Matmul, Work
 from meshweave.cost.simulate.classify import operand_values, work_of
 from meshweave.cost.simulate.exposure import covered_seconds
 from meshweave.cost.simulate.memory import gradients_of, kind_of, with_twins
@@ -19,6 +18,7 @@ from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, local_values
+from meshweave.ir.work import Attention, Matmul, Work
 from meshweave.runtime.tracing import DeviceTrace, Event
 
 

@@ -5,7 +5,7 @@ from typing import TypeAlias
 from meshweave.cost.hardware.alpha_beta import AlphaBeta
 from meshweave.cost.hardware.load import load_profile, profile_names, profile_of_device
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork, Work
+from meshweave.ir.work import Attention, Matmul, MemoryWork, Work
 
 # The costs for planner and simulator: immutable and hashable; equal costs give equal answers. `seconds` is 0 for local
 # ops and in groups of one device, and never falls as bytes grow. Every collective takes at least the start-up time

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshweave.cost.hardware.volumes import LOCAL, bad_figure, bytes_received
-from meshweave.cost.hardware.work import Work
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.work import Work
 
 
 @dataclass(frozen=True, slots=True, init=False)

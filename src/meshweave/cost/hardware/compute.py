@@ -11,8 +11,8 @@ import torch
 
 from meshweave.cost.hardware.fitted import along, interpolate_seconds
 from meshweave.cost.hardware.schema import Power
-from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork, Work
 from meshweave.errors import MeshweaveError
+from meshweave.ir.work import Attention, Matmul, MemoryWork, Work
 
 if TYPE_CHECKING:
     from meshweave.cost.hardware.profile import MachineProfile

@@ -27,9 +27,9 @@ from meshweave.cost.hardware.schema import (
     figure,
 )
 from meshweave.cost.hardware.volumes import bytes_received
-from meshweave.cost.hardware.work import Work
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
+from meshweave.ir.work import Work
 
 _TEXT = {"expected": "text"}
 UPDATES = ("fused", "foreach")

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from meshweave.ir.collectives import RECEIVED
+from meshweave.ir.work import MEMORY_KINDS
 
-KINDS = ("pointwise", "reduction", "copy", "strided", "gather", "scatter", "random", "fill")  # of work.MemoryWork
 DTYPES = (
     "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
 )  # fmt: skip
@@ -59,7 +59,7 @@ _TEXT: Metadata = MappingProxyType({"expected": "text"})
 class MemoryCurve:
     """Measured: a kernel of a kind of work takes `seconds`, overhead included, for `bytes` read and written."""
 
-    kind: str = field(metadata=choice_of(*KINDS))
+    kind: str = field(metadata=choice_of(*MEMORY_KINDS))
     points: tuple[Point, ...] = field(metadata=points("bytes, seconds", rising=True))
 
 
@@ -73,7 +73,7 @@ class MemoryModel:
     reserved_bytes: float = field(metadata=figure("bytes, 0 or more", 0))
     reserved_fraction: float = field(metadata=figure("a share from 0 to below 1", 0, 0.999))
     bandwidth: float = field(metadata=POSITIVE)
-    efficiency: tuple[tuple[str, float], ...] = field(default=(), metadata=table_of(KINDS, SHARE))
+    efficiency: tuple[tuple[str, float], ...] = field(default=(), metadata=table_of(MEMORY_KINDS, SHARE))
     measured: tuple[MemoryCurve, ...] = ()
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork, Work
 from meshweave.errors import MeshweaveError
 from meshweave.interop.ops import arguments_of, is_operator
 from meshweave.ir import local_ops
@@ -19,6 +18,7 @@ from meshweave.ir.graph import argument, op_name, origin_of
 from meshweave.ir.rank import linear, operands_of
 from meshweave.ir.traits import base_name, inner_target, work_kind
 from meshweave.ir.values import Value, Values
+from meshweave.ir.work import Attention, Matmul, MemoryWork, Work
 from meshweave.ops.registry import TABLE
 
 aten = torch.ops.aten

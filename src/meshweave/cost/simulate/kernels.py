@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 
 from torch import fx
 
-from meshweave.cost.hardware.work import MemoryWork, Work
 from meshweave.cost.simulate.classify import is_closing, is_fusible, known_kind, memory_work, operand_values, work_of
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT
@@ -27,6 +26,7 @@ from meshweave.ir.graph import Origin, block_name, map_nodes, origin_of, output_
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.traits import base_name
 from meshweave.ir.values import Local, Value
+from meshweave.ir.work import MemoryWork, Work
 
 Fusion = Literal["ops", "eager", "compiled", "blocks", "blocks+loss"]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.cost.hardware.work import Attention, Matmul
 from meshweave.cost.simulate.buckets import Buckets
 from meshweave.cost.simulate.classify import known_kind, priced_by_bytes
 from meshweave.cost.simulate.clock import Slowdown, Times, Work, play
@@ -21,6 +20,7 @@ from meshweave.cost.simulate.tasks import RoleTasks, Tasks, lower_tasks
 from meshweave.engine.actions import ScheduleName
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
+from meshweave.ir.work import Attention, Matmul
 
 _FUSION: dict[str, Fusion] = {"pointwise": "compiled", "none": "ops"}  # the default fusion of a profile
 

@@ -16,7 +16,6 @@ from torch import fx
 
 from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.cost.hardware.work import Matmul, MemoryWork, Work
 from meshweave.cost.simulate.buckets import Buckets, Member, check_buckets, group_members
 from meshweave.cost.simulate.classify import known_kind
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, is_in_block, kernels_of
@@ -28,6 +27,7 @@ from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
+from meshweave.ir.work import Matmul, MemoryWork, Work
 
 Starts = dict[int, int]  # role -> its start, as a task
 

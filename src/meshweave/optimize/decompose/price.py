@@ -10,12 +10,12 @@ from operator import itemgetter
 from torch import fx
 
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.cost.hardware.work import MemoryWork
 from meshweave.cost.simulate.classify import work_of
 from meshweave.cost.simulate.clock import Work, play
 from meshweave.ir.collectives import ALL_REDUCE
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.rank import operands_of
+from meshweave.ir.work import MemoryWork
 from meshweave.optimize.decompose.algorithms import RingStep
 from meshweave.optimize.decompose.chains import Downstream, Shapes, Upstream, operand_cuts, part_of, read_outside
 from meshweave.optimize.decompose.cut import Cut, Sum, is_same, kind_of

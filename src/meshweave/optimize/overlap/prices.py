@@ -18,7 +18,6 @@ from torch import fx
 
 from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.cost.hardware.work import MemoryWork, Work
 from meshweave.cost.simulate.classify import known_kind, memory_work, priced_by_bytes, work_of
 from meshweave.cost.simulate.clock import Slowdown
 from meshweave.errors import MeshweaveError
@@ -26,6 +25,7 @@ from meshweave.interop.ops import is_operator
 from meshweave.ir.aliases import is_view_op
 from meshweave.ir.collectives import TRANSFER, WAIT
 from meshweave.ir.graph import argument, op_name, place_of
+from meshweave.ir.work import MemoryWork, Work
 from meshweave.optimize.overlap.read import Reading
 
 Cost = Callable[..., float]

@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import torch
 
-from meshweave.cost.calibrate.links import Contention, MeasuredGroup, MeasuredLink
-from meshweave.cost.calibrate.ops import Measurement
+from meshweave.calibrate.links import Contention, MeasuredGroup, MeasuredLink
+from meshweave.calibrate.ops import Measurement
 from meshweave.cost.hardware.fitted import along
 from meshweave.cost.hardware.load import parse_profile
 from meshweave.cost.hardware.profile import MachineProfile
-from meshweave.cost.hardware.schema import DTYPES, KINDS, Fit
-from meshweave.cost.hardware.work import Attention, Matmul, MemoryWork
+from meshweave.cost.hardware.schema import DTYPES, Fit
+from meshweave.ir.work import MEMORY_KINDS, Attention, Matmul, MemoryWork
 
 Row = tuple[float, ...]
 _Key = tuple[str, str, int]  # op, level of links, group size
@@ -126,7 +126,7 @@ def _body(machine: MachineFacts, figures: Measurements) -> str:
 
 
 def _memory_tables(samples: Sequence[tuple[MemoryWork, Measurement]]) -> Iterable[str]:
-    for kind in KINDS:
+    for kind in MEMORY_KINDS:
         rows = [(float(work.bytes), sample.seconds, sample.weight) for work, sample in samples if work.kind == kind]
         if rows:
             yield f'[[memory.measured]]  # bytes read and written, seconds\nkind = "{kind}"\n{_points(_rising(rows))}'

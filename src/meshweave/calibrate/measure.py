@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshweave.cost.calibrate.cases import (
+from meshweave.calibrate.cases import (
     SHAPES,
     Grid,
     Pool,
@@ -24,9 +24,9 @@ from meshweave.cost.calibrate.cases import (
     memory_cases,
     tiny_cases,
 )
-from meshweave.cost.calibrate.figures import ErrorRow, MachineFacts, Measurements, links_text, profile_text
-from meshweave.cost.calibrate.links import Contention, LinkTimer, MeasuredGroup, contention, places, time_links
-from meshweave.cost.calibrate.ops import ALONE, Effort, Measurement, OpCase, Peers, RepeatedOp, time_ops
+from meshweave.calibrate.figures import ErrorRow, MachineFacts, Measurements, links_text, profile_text
+from meshweave.calibrate.links import Contention, LinkTimer, MeasuredGroup, contention, places, time_links
+from meshweave.calibrate.ops import ALONE, Effort, Measurement, OpCase, Peers, RepeatedOp, time_ops
 from meshweave.errors import MeshError
 from meshweave.ir.mesh import Mesh
 from meshweave.runtime.cluster import ClusterWorld

@@ -1,9 +1,9 @@
 """Measures this machine into a profile file: ops as meshweave's executor runs them, communications as its communicator
 runs them, on all processes of a job at the same time."""
 
-from meshweave.cost.calibrate.automatic import ALPHA_BETA, AUTO, SMALL_BYTES, ChosenCosts, costs_for
-from meshweave.cost.calibrate.figures import ErrorRow
-from meshweave.cost.calibrate.measure import BRIEF, FULL, QUICK, Calibration, MeasurementPlan, calibrate
+from meshweave.calibrate.automatic import ALPHA_BETA, AUTO, SMALL_BYTES, ChosenCosts, costs_for
+from meshweave.calibrate.figures import ErrorRow
+from meshweave.calibrate.measure import BRIEF, FULL, QUICK, Calibration, MeasurementPlan, calibrate
 
 __all__ = [
     "ALPHA_BETA",

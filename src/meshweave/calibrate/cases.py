@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshweave.cost.calibrate.ops import OpCase
+from meshweave.calibrate.ops import OpCase
 from meshweave.ir import ops
 
 aten = torch.ops.aten

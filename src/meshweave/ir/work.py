@@ -66,3 +66,4 @@ class MemoryWork:
 
 
 Work = Matmul | Attention | MemoryWork
+MEMORY_KINDS = ("pointwise", "reduction", "copy", "strided", "gather", "scatter", "random", "fill")

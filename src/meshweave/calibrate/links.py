@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.cost.calibrate.ops import LEAST_ROUNDS, Effort, Peers, time_run, typical
+from meshweave.calibrate.ops import LEAST_ROUNDS, Effort, Peers, time_run, typical
 from meshweave.cost.hardware.fitted import along
 from meshweave.cost.hardware.volumes import bytes_received
 from meshweave.ir.collectives import OURS, RECEIVED

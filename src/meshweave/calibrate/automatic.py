@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from meshweave.cost.calibrate.cases import Pool, matmul_case
-from meshweave.cost.calibrate.links import LinkTimer, MeasuredGroup, lead_of, local_bytes_of, places
-from meshweave.cost.calibrate.measure import BRIEF, BRIEF_GPU, LINKS_GPU, calibrate, peers_of
-from meshweave.cost.calibrate.ops import Effort, time_ops, typical
+from meshweave.calibrate.cases import Pool, matmul_case
+from meshweave.calibrate.links import LinkTimer, MeasuredGroup, lead_of, local_bytes_of, places
+from meshweave.calibrate.measure import BRIEF, BRIEF_GPU, LINKS_GPU, calibrate, peers_of
+from meshweave.calibrate.ops import Effort, time_ops, typical
 from meshweave.cost.hardware import (
     AlphaBeta,
     Costs,

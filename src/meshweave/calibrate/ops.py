@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from meshweave.cost.hardware.work import MemoryWork, Work
 from meshweave.cost.simulate.classify import work_of
 from meshweave.ir.graph import Input, Origin, Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Value
+from meshweave.ir.work import MemoryWork, Work
 from meshweave.runtime.executor import Compiled, compile_tasks, evaluate
 from meshweave.runtime.serial import Alone, SerialExecutor
 
