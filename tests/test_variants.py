@@ -188,17 +188,6 @@ def test_what_a_hugging_face_model_returns_is_of_its_class() -> None:
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
-def test_batches_are_padded_to_the_next_shape_where_asked() -> None:
-    step, eager = pair(
-        "fsdp=2", example=tokens(4, 8), shapes=[tokens(4, 6)], run=mw.RunOptions(pad={"ids": 0, "labels": -100})
-    )
-    wanted = {"ids": nn.functional.pad(tokens(4, 5)["ids"], (0, 1)), "labels": tokens(4, 5)["labels"]}
-    wanted["labels"] = nn.functional.pad(wanted["labels"], (0, 1), value=-100)
-    assert step(tokens(4, 5)) == pytest.approx(eager(wanted), rel=1e-5)
-    assert len(step._compiled.variants.all) == 2
-    assert_alike(step, eager)
-
-
 def test_the_program_used_longest_ago_makes_room(caplog: pytest.LogCaptureFixture) -> None:
     step, eager = pair("fsdp=2", run=mw.RunOptions(max_programs=3))
     for length in (6, 3, 5, 3, 7):  # the fourth length, when three have programs

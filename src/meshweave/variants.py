@@ -86,7 +86,7 @@ class Variants:
     def __init__(self, guards: Guards, first: Variant, build: Build | None) -> None:
         """`build` compiles a program; without it there is only the example's shape."""
         options = first.session.settings.run
-        self.guards, self.build, self.limit, self.pad = guards, build, options.max_programs, options.pad or {}
+        self.guards, self.build, self.limit = guards, build, options.max_programs
         self._places: set[str] = set()  # whose changes have cost a trace
         self._noted: set[str] = set()  # of those, the ones that were noted
         self._numbers: set[str] = set()  # entries of batches, numbers that change, which are inputs of the step
@@ -117,7 +117,7 @@ class Variants:
         accumulate: int | None = None,
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[Variant, Batch]:
-        """The program for a batch, and the batch, padded if `pad` asks for it. Its guards have been checked.
+        """The program for a batch, and the batch with its changing numbers as tensors. Its guards have been checked.
 
         The optimizer's `groups` are compared over the ranks, as the batch is. Raises LayoutError for a batch of another
         dtype or number of dims than the example, and when there would be more than `max_programs`; StepError if
@@ -127,12 +127,11 @@ class Variants:
         is_trained = part == "train"
         if is_trained:
             self.compare(self.first, batch, groups)
-        padded = self._padded(batch, part, count)
-        variant = self._choose(padded, part, count)
-        padded = self._with_numbers(padded)
+        variant = self._choose(batch, part, count)
+        batch = self._with_numbers(batch)
         if is_trained and variant is not self.first:
-            self.compare(variant, padded, groups)
-        return variant, padded
+            self.compare(variant, batch, groups)
+        return variant, batch
 
     def _with_numbers(self, batch: Batch) -> Batch:
         """The batch with numbers that have changed as tensors, as precise as the step."""
@@ -214,7 +213,7 @@ class Variants:
                 "this step has one program, and may have no other",
                 where=f"batch of {shapes_text(batch.shapes)}",
                 expected="batches of the example's shape",
-                hint="raise mw.RunOptions(max_programs=...), or pad batches to that shape (mw.RunOptions(pad=...))",
+                hint="raise mw.RunOptions(max_programs=...), or pad batches to that shape in your collate function",
             )
         example = self._example(batch)
         self._num_compiled += 1
@@ -294,7 +293,7 @@ class Variants:
         if not few:
             return f"Raise max_programs{unpadded}"
         return (
-            f"Pad to few sizes (mw.compile(shapes=[...], run=mw.RunOptions(pad={{...}}))), such as {'; '.join(few)}, "
+            f"Pad to few sizes in your collate function (mw.compile(shapes=[...])), such as {'; '.join(few)}, "
             f"or raise max_programs{unpadded}"
         )
 
@@ -319,31 +318,6 @@ class Variants:
         both = [(tensors[item.name], item.spec) for item in self.first.batch if item.name in tensors]
         return bool(both) and all((t.dtype, t.dim()) == (spec.dtype, len(spec.shape)) for t, spec in both)
 
-    def _padded(self, batch: Batch, part: Part, accumulate: int) -> Batch:
-        """The batch, padded to the smallest program shapes that contain it if `pad` asks for it."""
-        if not self.pad or accumulate != 1:
-            return batch
-        micro = _first_micro(batch, accumulate)
-        larger = [v for v in self._alike(part, 1) if all(self._holds_padded(item, micro) for item in v.batch)]
-        if not larger or self._fitting(micro, part, accumulate):
-            return batch
-        smallest = min(larger, key=lambda v: sum(torch.Size(item.spec.shape).numel() for item in v.batch))
-        wanted = {item.name: item.spec.shape for item in smallest.batch}
-        tensors = [
-            _filled(t, wanted[n], self.pad[n]) if n in wanted and tuple(t.shape) != wanted[n] else t
-            for n, t in zip(batch.names, batch.tensors, strict=True)
-        ]
-        return Batch(batch.names, tuple(tensors), batch.rest, batch.join)
-
-    def _holds_padded(self, item: Input, micro: Mapping[str, Tensor]) -> bool:
-        tensor = micro.get(item.name)
-        if tensor is None or tensor.dim() != len(item.spec.shape):
-            return False
-        is_same = tuple(tensor.shape) == item.spec.shape
-        return is_same or (
-            item.name in self.pad and all(a <= b for a, b in zip(tensor.shape, item.spec.shape, strict=True))
-        )
-
 
 def _another_step(variant: Variant, key: StepKey, difference: Difference) -> StepError:
     return StepError(
@@ -366,12 +340,6 @@ def rows_check(program: Program, world: World) -> RowsCheck | None:
 
 def _first_micro(batch: Batch, accumulate: int) -> dict[str, Tensor]:
     return dict(zip(batch.names, batch.split(accumulate)[0], strict=True))
-
-
-def _filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
-    result = tensor.new_full(shape, value)
-    result[tuple(slice(0, size) for size in tensor.shape)] = tensor
-    return result
 
 
 @contextmanager

@@ -82,7 +82,6 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "options": (lambda rank: {"accumulate": 1 + rank}, "accumulate = 2"),
     "budget": (lambda rank: {"run": mw.RunOptions(passes_seconds=(60.0, float("inf"))[rank])}, "inf"),
     "programs": (lambda rank: {"run": mw.RunOptions(max_programs=8 + rank)}, "max_programs = 9"),
-    "pad": (lambda rank: {"run": mw.RunOptions(pad=(None, {"x": 0})[rank])}, "pad = {'x': 0}"),
     "shapes": (lambda rank: {"shapes": [{"x": torch.zeros(6, 4), "y": torch.zeros(6, 2)}] * rank}, "shapes[0]"),
     "seed": (lambda rank: {"seed": rank}, "seed = 1"),
     "example batch": (lambda rank: {"example": {"x": torch.zeros(8, 4), "y": torch.zeros(8 - rank, 2)}}, "[7, 2]"),

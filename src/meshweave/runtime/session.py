@@ -93,8 +93,6 @@ class RunOptions:
         infinite. The host reads the norm after backward, before it launches the update. (A step that scales its loss
         is skipped instead.)
     max_programs: the most programs of a step (see `shapes`).
-    pad: for each entry of the batch, the value that pads the ends of its dims up to the next compiled shape
-        ({"input_ids": 0, "labels": -100}). The loss has to ignore padded rows and tokens.
     on_different_weights: if ranks start with other weights, buffers or optimizer state than rank 0, copy those of rank
         0 to all ("broadcast", with a warning), or raise ("error").
     passes_seconds: no further variant of the step is tried after so many seconds, unless the caller asked for passes.
@@ -106,7 +104,6 @@ class RunOptions:
     keep_gradients: bool = False
     check_finite: bool = True
     max_programs: int = 8
-    pad: Mapping[str, float] | None = None
     on_different_weights: Literal["broadcast", "error"] = "broadcast"
     passes_seconds: float = 60.0
     progress: Callable[[str], None] = field(default=lambda stage: None, repr=False, compare=False)
