@@ -1,0 +1,189 @@
+"""Writes the step on a microbatch from that on the whole batch (`over_time`), so that the sum over microbatches of its
+loss, metrics and gradients is that of the whole batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from meshweave.errors import MeshweaveError
+from meshweave.ir.graph import Input, Spec, StepGraph, map_nodes, origin_of, spec_of, tensor_inputs
+from meshweave.ir.layout import Layout
+from meshweave.ir.pieces import is_even
+from meshweave.ir.traits import RANDOM
+from meshweave.ops.registry import result_specs, row_for
+from meshweave.place.assign import follow_result
+from meshweave.place.over_time import TIME, CutOverTime
+
+aten = torch.ops.aten
+_SUMS = ("loss", "metric", "grad")  # outputs that are added up over the microbatches
+
+
+class NoCutError(MeshweaveError):
+    """A step that has no exact form on microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """`step`: the step on a microbatch, of equal shapes for all. `ahead`: what it needs of the whole batch, as outputs
+    of a graph on the whole batch; `step` has them as entries of the batch with the same names."""
+
+    step: StepGraph
+    ahead: StepGraph | None
+
+
+def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
+    """The step on a microbatch. Raises NoCutError if ops couple microbatches, or depend on which of them runs."""
+    if cut.couplings:
+        raise NoCutError("ops need the rows of several microbatches", got=str(cut.couplings[0]))
+    ahead = _ahead(step, cut) if cut.ahead else None
+    return Microbatches(_Writer(step, cut).run(), ahead)
+
+
+def name_of_ahead(value: fx.Node) -> str:
+    """The name of a value of the whole batch among the entries of a microbatch."""
+    return f"whole.{value.name}"
+
+
+def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
+    """What the microbatches need of the whole batch, on the whole batch."""
+    needed, waiting = set[fx.Node](), list(cut.ahead)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in step.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[value] for value in cut.ahead])
+    inputs = tuple(item for node, item in step.sources.items() if node in needed)
+    constants = {item.name: step.constants[item.name] for item in inputs if item.kind == "constant"}
+    return StepGraph(graph, inputs, tuple(("output", name_of_ahead(value)) for value in cut.ahead), constants)
+
+
+@dataclass(slots=True)
+class _Writer:
+    step: StepGraph
+    cut: CutOverTime
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[tuple[fx.Node, Layout | None], fx.Node] = field(default_factory=dict)
+
+    def run(self) -> StepGraph:
+        inputs = [self.input(node, item) for node, item in self.step.sources.items()]
+        inputs += [self.whole_value(value) for value in self.cut.ahead]
+        for node in self.step.graph.nodes:
+            if node.op == "call_function":
+                self.node(node)
+        results = [self.result(kind, value) for (kind, _), value in self.step.results.items()]
+        self.graph.output(results)
+        return StepGraph(self.graph, tuple(inputs), self.step.outputs, self.step.constants)
+
+    def input(self, node: fx.Node, item: Input) -> Input:
+        layout = self.cut.layouts[node]
+        local = self.graph.placeholder(node.name)
+        spec = Spec(self.local_shape(item.spec, layout), item.spec.dtype)
+        local.meta.update(node.meta, spec=spec)
+        self.values[node, layout] = local
+        return replace(item, spec=spec)
+
+    def whole_value(self, value: fx.Node) -> Input:
+        name, spec = name_of_ahead(value), spec_of(value)
+        local = self.graph.placeholder(f"batch_{name.replace('.', '_')}")
+        local.meta.update(value.meta)
+        self.values[value, self.whole(value)] = local
+        return Input("batch", name, spec)
+
+    def whole(self, value: fx.Node) -> Layout:
+        return Layout.replicated(self.mesh, len(spec_of(value).shape))
+
+    @property
+    def mesh(self) -> Any:
+        return next(iter(self.cut.layouts.values())).mesh
+
+    def node(self, node: fx.Node) -> None:
+        if node.target is operator.getitem or node not in self.cut.calls:
+            args, kwargs = map_nodes(node, self.any_form)
+            layout = self.cut.layouts.get(node)
+            self.values[node, layout] = self.call(node, args, kwargs, layout)
+            return
+        chosen = self.cut.calls[node]
+        given = [self.value(value, layout) for value, layout in zip(tensor_inputs(node), chosen.operands, strict=True)]
+        layout = self.cut.layouts.get(node, chosen.results[0] if chosen.results else None)
+        self.values[node, layout] = self.written(node, given, layout, chosen.operands)
+
+    def any_form(self, node: fx.Node) -> fx.Node:
+        """A value as it is: after backward gradients are sums over all microbatches."""
+        return self.values[node, self.cut.layouts.get(node)]
+
+    def result(self, kind: str, value: fx.Node) -> fx.Node:
+        layout = self.cut.layouts.get(value)
+        if layout is not None and kind in _SUMS and not layout.partial:
+            return self.value(value, Layout(layout.mesh, layout.dims, ((TIME, "sum"),)))
+        return self.any_form(value)
+
+    def value(self, value: fx.Node, wanted: Layout) -> fx.Node:
+        """A value of the whole step in a layout over time."""
+        if (value, wanted) not in self.values:
+            self.values[value, wanted] = self.formed(value, wanted)
+        return self.values[value, wanted]
+
+    def formed(self, value: fx.Node, wanted: Layout) -> fx.Node:
+        if wanted.partial:  # each microbatch has its share of a value that all have
+            whole = self.values[value, self.whole(value)]
+            shared = self.graph.call_function(aten.div.Scalar, (whole, self.mesh.num_devices))
+            shared.meta.update(whole.meta)
+            return shared
+        operands = tensor_inputs(value)
+        option = None
+        if value.op == "call_function" and isinstance(value.meta["spec"], Spec) and value.target is not operator.getitem:
+            rule = row_for(value).rule(value)
+            option = follow_result(rule, wanted, list(map(spec_of, operands)), result_specs(value))
+        if option is None or option.results[0] != wanted:
+            raise NoCutError("an op needs the rows of a value that all microbatches have", got=value.name)
+        given = [self.value(n, layout) for n, layout in zip(operands, option.operands, strict=True)]
+        return self.written(value, given, wanted, option.operands)
+
+    def written(
+        self, node: fx.Node, given: Sequence[fx.Node], layout: Layout | None, operands: Sequence[Layout]
+    ) -> fx.Node:
+        """An op on the rows of a microbatch."""
+        rest = iter(given)
+        args, kwargs = map_nodes(node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n)
+        is_cut = any(each.sharded_axes for each in (*operands, *([layout] if layout is not None else [])))
+        on_piece = row_for(node).on_piece
+        if is_cut and node.target in RANDOM:
+            assert layout is not None
+            size = list(self.local_shape(spec_of(node), layout))
+            args = (*args[:3], size, [0] * len(size), size, *args[6:])
+        elif is_cut and not on_piece.in_chunks:
+            raise NoCutError("an op depends on which rows of the batch it gets", got=node.name, where=str(origin_of(node)))
+        elif is_cut and on_piece.shape_at >= 0 and layout is not None:
+            size = list(self.local_shape(spec_of(node), layout))
+            args = (*args[: on_piece.shape_at], size, *args[on_piece.shape_at + 1 :])
+        return self.call(node, args, kwargs, layout)
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any, layout: Layout | None) -> fx.Node:
+        local = self.graph.call_function(node.target, args, kwargs)
+        local.meta.update(node.meta)
+        specs = node.meta["spec"]
+        if layout is not None and isinstance(specs, Spec):
+            local.meta["spec"] = Spec(self.local_shape(specs, layout), specs.dtype)
+        elif node in self.cut.calls and not isinstance(specs, Spec):
+            layouts = iter(self.cut.calls[node].results)
+            local.meta["spec"] = tuple(
+                None if s is None else Spec(self.local_shape(s, next(layouts)), s.dtype) for s in specs
+            )
+        return local
+
+    def local_shape(self, spec: Spec, layout: Layout) -> tuple[int, ...]:
+        for d, dim in enumerate(layout.dims):
+            if dim.axes and not is_even(spec.shape[d], layout.parts(d), dim.unit):
+                raise NoCutError("microbatches of different sizes", got=f"{spec.shape[d]} rows in {self.mesh.num_devices}")
+        return layout.local_shape(spec.shape)

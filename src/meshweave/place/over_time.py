@@ -1,0 +1,185 @@
+"""A batch cut over time: what of a captured step is cut with its microbatches, and what must be known before the first.
+
+A microbatch is a cut of the batch over an axis that is no axis of devices. The rules are those that cut a batch over
+devices: what is partial over the axis is added up over the microbatches, and a value that is needed whole would have to
+be communicated between them. It can be computed ahead if it follows from the batch, buffers and numbers alone; else an
+op couples microbatches, and the step on microbatches is another step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from meshweave.capture.batch import batch_size
+from meshweave.ir.graph import Spec, StepGraph, origin_of, spec_of, tensor_inputs
+from meshweave.ir.layout import Layout
+from meshweave.ir.mesh import Mesh
+from meshweave.ir.traits import RANDOM
+from meshweave.ops.factors import Rule
+from meshweave.ops.registry import result_specs, results_of, row_for
+from meshweave.place.assign import Assignment, candidates
+
+TIME = "time"  # the axis
+_PHASES = ("prepare", "forward", "loss", "backward")  # the rest of a step runs once, on sums of gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Coupling:
+    """An op that needs the rows of other microbatches: `value` whole, which the parameters or random numbers enter."""
+
+    node: fx.Node
+    value: fx.Node
+
+    def __str__(self) -> str:
+        return f"{self.value.name}, for {self.node.name} in {origin_of(self.node)}"
+
+
+@dataclass(frozen=True, slots=True)
+class CutOverTime:
+    """A step whose batch is cut over axis `time`.
+
+    `layouts` are those of all values of forward and backward, `calls` how its ops run. `ahead`: values of the batch that are needed whole, each
+    computed for all microbatches before the first. `rows`: the entries of the batch that are cut.
+    """
+
+    layouts: Mapping[fx.Node, Layout]
+    calls: Mapping[fx.Node, Assignment]
+    rows: frozenset[str]
+    ahead: tuple[fx.Node, ...]
+    couplings: tuple[Coupling, ...]
+
+
+def cut_over_time(step: StepGraph, microbatches: int) -> CutOverTime:
+    """Cut the batch of a captured step, whose entries have the rows of all microbatches. Raises RuleError for an op
+    without a rule."""
+    return _Cut(step, Mesh(f"{TIME}={microbatches}"), tied_rows(step)).run()
+
+
+def tied_rows(step: StepGraph) -> frozenset[str]:
+    """The entries of the batch whose first dim has the rows of the batch: the loops of ops in forward and loss tie it to
+    the first dim of others. Of several sets of tied entries that with the most."""
+    num_rows = batch_size(item.spec.shape for item in step.inputs if item.kind == "batch")
+    loops = _Loops()
+    for node in step.graph.nodes:
+        if is_op(node) and origin_of(node).phase in ("prepare", "forward", "loss"):
+            loops.tie(row_for(node).rule(node), [*tensor_inputs(node), *results_of(node)])
+    groups: dict[object, list[str]] = {}
+    for node, item in step.sources.items():
+        if item.kind == "batch" and item.spec.shape[:1] == (num_rows,):
+            groups.setdefault(loops.root((node, 0)), []).append(item.name)
+    return frozenset(max(groups.values(), key=len, default=[]))
+
+
+Place = tuple[fx.Node, int]  # a dim of a value
+
+
+@dataclass(slots=True)
+class _Loops:
+    """Dims that ops loop over together, as trees."""
+
+    parents: dict[Place, Place] = field(default_factory=dict)
+
+    def root(self, place: Place) -> Place:
+        while place in self.parents:
+            place = self.parents[place]
+        return place
+
+    def tie(self, rule: Rule, values: Sequence[fx.Node | None]) -> None:
+        first: dict[int, Place] = {}
+        for value, dims in zip(values, (*rule.operands, *rule.results), strict=True):
+            for d, dim in enumerate(dims):
+                factor = rule.outermost(dim)
+                if value is None or factor < 0:
+                    continue
+                root = self.root((value, d))
+                if (known := self.root(first.setdefault(factor, root))) != root:
+                    self.parents[root] = known
+
+
+@dataclass(slots=True)
+class _Cut:
+    step: StepGraph
+    mesh: Mesh
+    rows: frozenset[str]
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    calls: dict[fx.Node, Assignment] = field(default_factory=dict)
+    coupled: set[fx.Node] = field(default_factory=set)  # values that parameters or random numbers enter
+    ahead: dict[fx.Node, None] = field(default_factory=dict)
+    couplings: list[Coupling] = field(default_factory=list)
+
+    def run(self) -> CutOverTime:
+        for node, item in self.step.sources.items():
+            rank = len(item.spec.shape)
+            is_cut = item.kind == "batch" and item.name in self.rows
+            self.layouts[node] = Layout.of(self.mesh, rank, {0: (TIME,)} if is_cut else {})
+            if item.kind == "acc":
+                self.layouts[node] = Layout(self.mesh, Layout.replicated(self.mesh, rank).dims, ((TIME, "sum"),))
+            if item.kind in ("param", "state", "acc") or item.name == "draw":
+                self.coupled.add(node)
+        for node in self.step.graph.nodes:
+            if is_op(node) and origin_of(node).phase in _PHASES:
+                self.op(node)
+        return CutOverTime(self.layouts, self.calls, self.rows, tuple(self.ahead), tuple(self.couplings))
+
+    def op(self, node: fx.Node) -> None:
+        operands, results = tensor_inputs(node), results_of(node)
+        if node.target in RANDOM or not self.coupled.isdisjoint(operands):
+            self.coupled.update(n for n in (node, *results) if n is not None)
+        self.calls[node] = chosen = self.choose(node, operands)
+        for value, wanted in zip(operands, chosen.operands, strict=True):
+            if is_free(self.layout(value), wanted):
+                continue
+            if value in self.coupled:
+                self.couplings.append(Coupling(node, value))
+            else:
+                self.ahead[value] = None
+        for value, layout in zip(results, chosen.results, strict=True):
+            if value is not None:
+                self.layouts[value] = layout
+
+    def layout(self, value: fx.Node) -> Layout:
+        """The layout of a value; one that is known ahead is whole everywhere."""
+        return Layout.replicated(self.mesh, len(spec_of(value).shape)) if value in self.ahead else self.layouts[value]
+
+    def choose(self, node: fx.Node, operands: Sequence[fx.Node]) -> Assignment:
+        """The way to cut an op that needs the fewest values whole, fewest of all those that cannot be known ahead."""
+        rule, specs = row_for(node).rule(node), list(map(spec_of, operands))
+        layouts = list(map(self.layout, operands))
+        options = candidates(rule, self.mesh, [(layout,) for layout in layouts], specs, result_specs(node))
+
+        def trouble(option: Assignment) -> tuple[int, int, int]:
+            moved = [
+                value
+                for value, has, wanted in zip(operands, layouts, option.operands, strict=True)
+                if not is_free(has, wanted)
+            ]
+            once = sum(wanted.partial != has.partial for has, wanted in zip(layouts, option.operands, strict=True))
+            return len(self.coupled.intersection(moved)), len(moved), once
+
+        return min(options, key=trouble)
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether a node computes: not one that takes a result of another."""
+    return node.op == "call_function" and node.target is not operator.getitem
+
+
+def is_free(has: Layout, wanted: Layout) -> bool:
+    """Whether a microbatch has a value as it is needed: in this layout, or whole, of which it takes its rows, or its
+    share of a sum."""
+    return has == wanted or not (has.sharded_axes or has.partial)
+
+
+def entries_needed(step: StepGraph, ahead: Collection[fx.Node]) -> frozenset[str]:
+    """The entries of the batch from which the values `ahead` follow."""
+    waiting, seen = [*ahead], set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += tensor_inputs(node) if node.op == "call_function" else []
+    return frozenset(item.name for node, item in step.sources.items() if node in seen and item.kind == "batch")
