@@ -3,6 +3,7 @@ runs after each."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -10,11 +11,12 @@ from functools import cache, partial
 from typing import Any
 
 from meshweave.capture.batch import Batch
+from meshweave.capture.contract import Contract
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions, StepSource, capture_source
 from meshweave.check.same import check_same
 from meshweave.cost.hardware import Costs
-from meshweave.errors import MeshError, PlanError
+from meshweave.errors import MeshError, PlanError, RuleError
 from meshweave.expert_chunks import built_in_chunks
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
@@ -35,11 +37,13 @@ from meshweave.place.decide import Placement, Units, decide, infer_units
 from meshweave.place.expand.expand import expand
 from meshweave.place.hooks import pinning
 from meshweave.place.mapping import Homes, axes_of_operators, map_devices
+from meshweave.place.microbatches import NoCutError, microbatches_of
 from meshweave.place.movement.arrange import PlanMove, arrange
 from meshweave.place.movement.dispatch import make_sparse
 from meshweave.place.movement.own_sums import own_sums
 from meshweave.place.movement.plan import plan_move
 from meshweave.place.movement.replay import prove_plan
+from meshweave.place.over_time import cut_over_time
 from meshweave.place.place import place
 from meshweave.place.plans import Plan, Resolved
 from meshweave.place.rates import Rates, rates_of
@@ -56,6 +60,7 @@ from meshweave.stored import storage_of
 # cores, 2026-11).
 MAX_DEVICES = 1 << 16
 
+_NOTES = logging.getLogger("meshweave")
 _MOST_DECISIONS = 1 << 14  # of ops: those of hundreds of sizes
 
 Progress = Callable[[str], None]
@@ -114,9 +119,10 @@ def build_program(
     _check_size(mesh)
     progress("capture")
     resolved = resolve(target.plan, source.model, mesh)
-    micro = Batch.of(example).micros(options.accumulate)[0]
     known = None if like is None else like.contract
-    captured, contract = capture_source(replace(source, hooks=pinning(resolved)), micro, optimizer, options, known)
+    capture = partial(capture_source, replace(source, hooks=pinning(resolved)), optimizer=optimizer, like=known)
+    step = _capture(capture, example, options)
+    captured, contract = step.captured, step.contract
     if target.own_parts > 1:
         check_own_rows(captured, target.own_parts)
     placing = _PlacementStage(mesh, costs, pass_list.room(costs), target.decided, options.accumulate)
@@ -138,6 +144,7 @@ def build_program(
         lasting=lasting,
     )
     planned, trouble = _stored(inputs, partial(_plan, inputs, units, placing, progress), progress)
+    ahead = None if step.ahead is None else _ahead_program(step.ahead, contract, inputs, placing)
     return Program(
         **{each.name: getattr(planned, each.name) for each in fields(planned)},
         options=options,
@@ -146,7 +153,56 @@ def build_program(
         recompute=next((each.policy for each in pass_list.passes if isinstance(each, Recompute)), "none"),
         resolved=resolved,
         sequence=sequence,
+        rows=step.rows,
+        ahead=ahead,
+        coupling=step.coupling,
         storage=trouble,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """The captured step on a microbatch. `rows`, `ahead` and `coupling` as of a Program."""
+
+    captured: StepGraph
+    contract: Contract
+    rows: frozenset[str] | None = None
+    ahead: StepGraph | None = None
+    coupling: str = ""
+
+
+def _capture(capture: Callable[..., tuple[StepGraph, Contract]], example: Any, options: CaptureOptions) -> _Captured:
+    """The step on a microbatch, from that on the whole batch. If ops need the rows of several microbatches, each
+    microbatch is a batch of its own, as in a training loop: which one, is logged."""
+    micro = Batch.of(example).micros(options.accumulate)[0]
+    if options.accumulate == 1:
+        return _Captured(*capture(example=micro, options=options))
+    whole, contract = capture(example=example, options=replace(options, is_whole=True))
+    try:
+        cut = cut_over_time(verify_step(whole), options.accumulate)
+        parts = microbatches_of(whole, cut)
+    except (NoCutError, RuleError) as error:
+        reason = f"{error.what}: {error.got}"
+        _NOTES.warning(
+            "with accumulate=%d each microbatch is a batch of its own, as in a training loop: loss, metrics and "
+            "gradients are means over the microbatches, which are not those of the whole batch (%s)",
+            options.accumulate, reason,
+        )  # fmt: skip
+        return _Captured(
+            *capture(example=micro, options=options), coupling=f"microbatches are batches of their own ({reason})"
+        )
+    ahead = None if parts.ahead is None else verify_step(parts.ahead)
+    return _Captured(parts.step, contract, cut.rows, ahead)
+
+
+def _ahead_program(step: StepGraph, contract: Contract, inputs: PlanInputs, placing: _PlacementStage) -> Program:
+    """The program of what microbatches need of the whole batch."""
+    options = replace(inputs.options, accumulate=1, part="outputs")
+    own = replace(inputs, captured=step, options=options, pass_list=PassList(), lasting=None)
+    placing = replace(placing, microbatches=1)
+    planned = _planned(own, infer_units(step), placing, lambda stage: None, step, own.pass_list)
+    return Program(
+        **{each.name: getattr(planned, each.name) for each in fields(planned)}, options=options, contract=contract
     )
 
 

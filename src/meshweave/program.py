@@ -58,6 +58,9 @@ class Program(Planned):
     recompute: str = "none"  # what backward recomputes, as in `mw.compile`
     resolved: Resolved | None = None  # the plan as parsed, with the choices for weights that it left open
     eager_update: str = ""  # why the optimizer's own step() runs, instead of a compiled update
+    rows: frozenset[str] | None = None  # the entries that microbatches cut; None: those with as many rows as the first
+    ahead: Program | None = None  # what microbatches need of the whole batch
+    coupling: str = ""  # why the step on microbatches is not that on the whole batch
     storage: str = ""  # why the program of an earlier start was of no use, or why this program could not be stored
 
     @property
@@ -75,8 +78,21 @@ class Program(Planned):
         """Decisions that no plan states: where gradients are added up, in which order a sequence is stored, why no
         collective is decomposed, why default passes did nothing; also what was wrong with the program on disk."""
         rings = dict.fromkeys(report.note for report in self.optimized.rings)
-        notes = (self.accumulation, self.sequence, self.eager_update, self.storage, self.optimized.note, *rings)
+        notes = (
+            self.coupling,
+            self.accumulation,
+            self.sequence,
+            self.eager_update,
+            self.storage,
+            self.optimized.note,
+            *rings,
+        )
         return tuple(note for note in notes if note)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether loss and metrics of a step are the sums of those of its microbatches; else their means."""
+        return self.options.accumulate > 1 and not self.coupling
 
     @property
     def as_expanded(self) -> Program:

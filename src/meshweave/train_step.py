@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -60,7 +61,7 @@ class CompiledStep:
         used are kept."""
         self.model, self.optimizer = model, optimizer
         note_untrained(model, optimizer)
-        session = Session(program.roles, world, settings)
+        session = Session(program.roles, world, replace(settings, is_sum=program.is_sum))
         spec = program.optimizer
         session.state.fill(_initial_values(session.state, model, settings))
         session.bindings.bind(session.state, model, optimizer)
@@ -130,7 +131,7 @@ class CompiledStep:
         self.take_over()
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         variant, inputs = self.variants.of(batch, "train", accumulate, groups)
-        micros = [dict(zip(inputs.names, part, strict=True)) for part in inputs.split(variant.accumulate)]
+        micros = variant.micros(inputs)
         if self.optimizer_guard is None:
             return variant, micros, {}
         self.optimizer_guard.check()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.batch import Batch, batch_size, is_plain_number, shapes_text
+from meshweave.capture.batch import Batch, batch_size, check_microbatches, is_plain_number, shapes_text
 from meshweave.capture.guards import RECOMPILE, Guards, StepKey, check_entries, entry_place
 from meshweave.capture.record import Difference
 from meshweave.capture.step import Part
@@ -41,9 +41,22 @@ class Variant:
     number: int = 1
     last_use: int = 0
     updated: frozenset[str] = field(init=False)  # the parameters that it changes
+    ahead: Session | None = field(init=False, default=None)  # of what microbatches need of the whole batch
 
     def __post_init__(self) -> None:
         self.updated = frozenset(self.program.captured.updated)
+        if self.program.ahead is not None:
+            settings = replace(self.session.settings, accumulate=1, is_sum=False)
+            self.ahead = Session(self.program.ahead.roles, self.session.world, settings, share=self.session)
+
+    def micros(self, batch: Batch) -> list[dict[str, Tensor]]:
+        """The entries of each microbatch, with what all need of the whole batch."""
+        parts = batch.split(self.accumulate, self.program.rows)
+        whole: dict[str, Tensor] = {}
+        if self.ahead is not None and self.program.ahead is not None:
+            specs = outputs_of(self.program.ahead)
+            _, whole = self.ahead.evaluate(dict(zip(batch.names, batch.tensors, strict=True)), specs)
+        return [dict(zip(batch.names, part, strict=True)) | whole for part in parts]
 
     @property
     def shown(self) -> str:
@@ -66,16 +79,16 @@ class Variant:
     @property
     def outputs(self) -> dict[str, Spec]:
         """The model's outputs, by name."""
-        results = self.program.captured.results
-        return {name: spec_of(node) for (kind, name), node in results.items() if kind == "output"}
+        return outputs_of(self.program)
 
     def local_shape(self, item: Input) -> tuple[int, ...]:
         """The local shape of a batch tensor on the first device of this process."""
         layout = self.program.placement.layout("batch", item.name, item.spec)
         return layout.box_of(item.spec.shape, self.session.world.devices[0]).size
 
-    def fits(self, micro: Mapping[str, Tensor], is_local: bool) -> bool:
-        """Whether a microbatch matches the shapes of this program: the global shapes, or this rank's (`is_local`)."""
+    def fits(self, batch: Batch, is_local: bool) -> bool:
+        """Whether microbatches match the shapes of this program: the global shapes, or this rank's (`is_local`)."""
+        micro = dict(zip(batch.names, batch.split(self.accumulate, self.program.rows)[0], strict=True))
         shapes = {i.name: self.local_shape(i) if is_local else i.spec.shape for i in self.batch}
         return all(name in micro and tuple(micro[name].shape) == shape for name, shape in shapes.items())
 
@@ -139,9 +152,10 @@ class Variants:
         return batch.with_numbers(self._numbers, torch.float64 if is_wide else torch.get_default_dtype())
 
     def _choose(self, batch: Batch, part: Part, accumulate: int) -> Variant:
+        check_microbatches(accumulate)
         batch = self._with_numbers(batch)
-        micro, key = _first_micro(batch, accumulate), self.guards.check(batch)
-        fitting = self._fitting(micro, part, accumulate)
+        key = self.guards.check(batch)
+        fitting = [v for v in self._alike(part, accumulate) if v.fits(batch, self.is_local)]
         if known := next((v for v in fitting if key in v.keys), None):
             return self._used(known)
         if variant := self._with_changing_numbers(fitting, batch, part, accumulate, key):
@@ -194,9 +208,6 @@ class Variants:
     def _alike(self, part: Part, accumulate: int) -> list[Variant]:
         return [v for v in self.all if (v.part, v.accumulate) == (part, accumulate)]
 
-    def _fitting(self, micro: Mapping[str, Tensor], part: Part, accumulate: int) -> list[Variant]:
-        return [v for v in self._alike(part, accumulate) if v.fits(micro, self.is_local)]
-
     def compare(self, variant: Variant, batch: Batch, groups: Sequence[Mapping[str, Any]]) -> None:
         """Compare over the ranks the batches that they pass."""
         if variant.rows is None or not {item.name for item in variant.batch} <= set(batch.names):
@@ -234,7 +245,7 @@ class Variants:
             if part != "outputs":
                 check_entries(first.program.contract.batch, batch)  # an entry that is not there may be the reason
             raise
-        settings = replace(first.session.settings, accumulate=accumulate)
+        settings = replace(first.session.settings, accumulate=accumulate, is_sum=program.is_sum)
         session = Session(program.roles, first.session.world, settings, share=first.session)
         rows, number = rows_check(program, first.session.world), self._num_compiled
         variant = Variant(program=program, session=session, keys=[key], rows=rows, number=number)
@@ -329,6 +340,12 @@ def _another_step(variant: Variant, key: StepKey, difference: Difference) -> Ste
     )
 
 
+def outputs_of(program: Program) -> dict[str, Spec]:
+    """The outputs of kind output, by name."""
+    results = program.captured.results
+    return {name: spec_of(node) for (kind, name), node in results.items() if kind == "output"}
+
+
 def rows_check(program: Program, world: World) -> RowsCheck | None:
     """The check that compares the batches of ranks; None if a process has all devices."""
     if not world.is_distributed:
@@ -336,10 +353,6 @@ def rows_check(program: Program, world: World) -> RowsCheck | None:
     specs = {item.name: item.spec for item in program.captured.inputs if item.kind == "batch"}
     layouts = {name: program.placement.layout("batch", name, spec) for name, spec in specs.items()}
     return RowsCheck(world, layouts, {name: spec.shape for name, spec in specs.items()})
-
-
-def _first_micro(batch: Batch, accumulate: int) -> dict[str, Tensor]:
-    return dict(zip(batch.names, batch.split(accumulate)[0], strict=True))
 
 
 @contextmanager

@@ -68,9 +68,9 @@ class Batch:
         rest = {name: value for name, value in self.rest.items() if name not in numbers}
         return Batch((*self.names, *numbers), (*self.tensors, *tensors), rest, self.join)
 
-    def split(self, parts: int) -> list[tuple[Tensor, ...]]:
-        """The tensors of each of `parts` equal microbatches: cut along dim 0 if they have the batch's size. Raises
-        PlanError if the batch does not divide.
+    def split(self, parts: int, names: Collection[str] | None = None) -> list[tuple[Tensor, ...]]:
+        """The tensors of each of `parts` equal microbatches: those named are cut along dim 0, by default those that
+        have the batch's size there. Raises PlanError if the batch does not divide.
         """
         check_microbatches(parts)
         size = batch_size(t.shape for t in self.tensors) or 0
@@ -81,7 +81,9 @@ class Batch:
                 expected=f"a batch size that {parts} divides",
                 hint="another number for this batch: step(batch, accumulate=1); or drop_last=True in the DataLoader",
             )
-        cut = [t.chunk(parts) if t.dim() and t.shape[0] == size else (t,) * parts for t in self.tensors]
+        rows = [n for n, t in zip(self.names, self.tensors, strict=True) if t.dim() and t.shape[0] == size]
+        names = rows if names is None else names
+        cut = [t.chunk(parts) if n in names else (t,) * parts for n, t in zip(self.names, self.tensors, strict=True)]
         return list(zip(*cut, strict=True))
 
     def micros(self, parts: int) -> list[Any]:

@@ -143,13 +143,15 @@ class Precision:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureOptions:
     """How the step is built from the model: clipping by global norm, microbatches per step, seed, precision, and the
-    part of a step."""
+    part of a step. `is_whole`: the example has the rows of all microbatches; else those of one, whose loss counts as
+    one of `accumulate`."""
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
     seed: int = 0
     precision: Precision = field(default_factory=Precision)
     part: Part = "train"
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         check_microbatches(self.accumulate)
@@ -405,7 +407,7 @@ class _StepRun:
         self.tracker.phase = "backward"
         trained = {n: p for n, p in self.leaves.items() if p.requires_grad}
         scale = self.values.scalars.get(LOSS_SCALE)
-        if self.options.accumulate > 1:  # as of loss / accumulate
+        if self.options.accumulate > 1 and not self.options.is_whole:  # as of loss / accumulate
             part = 1.0 / self.options.accumulate
             scale = torch.full_like(value, part) if scale is None else scale * part
         grads = _gradients(value, trained, scale)

@@ -18,7 +18,7 @@ from meshweave.ir.pieces import is_even
 from meshweave.ir.traits import RANDOM
 from meshweave.ops.registry import result_specs, row_for
 from meshweave.place.assign import follow_result
-from meshweave.place.over_time import TIME, CutOverTime
+from meshweave.place.over_time import TIME, CutOverTime, is_op
 
 aten = torch.ops.aten
 _SUMS = ("loss", "metric", "grad")  # outputs that are added up over the microbatches
@@ -31,7 +31,7 @@ class NoCutError(MeshweaveError):
 @dataclass(frozen=True, slots=True)
 class Microbatches:
     """`step`: the step on a microbatch, of equal shapes for all. `ahead`: what it needs of the whole batch, as outputs
-    of a graph on the whole batch; `step` has them as entries of the batch with the same names."""
+    of a graph on the whole batch; `step` has them as inputs of kind ahead with the same names."""
 
     step: StepGraph
     ahead: StepGraph | None
@@ -41,13 +41,14 @@ def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
     """The step on a microbatch. Raises NoCutError if ops couple microbatches, or depend on which of them runs."""
     if cut.couplings:
         raise NoCutError("ops need the rows of several microbatches", got=str(cut.couplings[0]))
+    sources = {(item.kind, item.name): node for node, item in step.sources.items()}
+    changed = [
+        name for (kind, name), node in step.results.items() if kind == "buffer" and node is not sources[kind, name]
+    ]
+    if changed:
+        raise NoCutError("forward changes a buffer", got=f"'{changed[0]}'")
     ahead = _ahead(step, cut) if cut.ahead else None
     return Microbatches(_Writer(step, cut).run(), ahead)
-
-
-def name_of_ahead(value: fx.Node) -> str:
-    """The name of a value of the whole batch among the entries of a microbatch."""
-    return f"whole.{value.name}"
 
 
 def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
@@ -65,7 +66,7 @@ def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
     graph.output([copies[value] for value in cut.ahead])
     inputs = tuple(item for node, item in step.sources.items() if node in needed)
     constants = {item.name: step.constants[item.name] for item in inputs if item.kind == "constant"}
-    return StepGraph(graph, inputs, tuple(("output", name_of_ahead(value)) for value in cut.ahead), constants)
+    return StepGraph(graph, inputs, tuple(("output", value.name) for value in cut.ahead), constants)
 
 
 @dataclass(slots=True)
@@ -94,11 +95,10 @@ class _Writer:
         return replace(item, spec=spec)
 
     def whole_value(self, value: fx.Node) -> Input:
-        name, spec = name_of_ahead(value), spec_of(value)
-        local = self.graph.placeholder(f"batch_{name.replace('.', '_')}")
+        local = self.graph.placeholder(f"ahead_{value.name}")
         local.meta.update(value.meta)
         self.values[value, self.whole(value)] = local
-        return Input("batch", name, spec)
+        return Input("ahead", value.name, spec_of(value))
 
     def whole(self, value: fx.Node) -> Layout:
         return Layout.replicated(self.mesh, len(spec_of(value).shape))
@@ -115,7 +115,7 @@ class _Writer:
             return
         chosen = self.cut.calls[node]
         given = [self.value(value, layout) for value, layout in zip(tensor_inputs(node), chosen.operands, strict=True)]
-        layout = self.cut.layouts.get(node, chosen.results[0] if chosen.results else None)
+        layout = self.cut.layouts.get(node)  # None: it has several results
         self.values[node, layout] = self.written(node, given, layout, chosen.operands)
 
     def any_form(self, node: fx.Node) -> fx.Node:
@@ -140,9 +140,8 @@ class _Writer:
             shared = self.graph.call_function(aten.div.Scalar, (whole, self.mesh.num_devices))
             shared.meta.update(whole.meta)
             return shared
-        operands = tensor_inputs(value)
-        option = None
-        if value.op == "call_function" and isinstance(value.meta["spec"], Spec) and value.target is not operator.getitem:
+        operands, option = tensor_inputs(value), None
+        if is_op(value) and isinstance(value.meta["spec"], Spec):
             rule = row_for(value).rule(value)
             option = follow_result(rule, wanted, list(map(spec_of, operands)), result_specs(value))
         if option is None or option.results[0] != wanted:
@@ -163,14 +162,16 @@ class _Writer:
             size = list(self.local_shape(spec_of(node), layout))
             args = (*args[:3], size, [0] * len(size), size, *args[6:])
         elif is_cut and not on_piece.in_chunks:
-            raise NoCutError("an op depends on which rows of the batch it gets", got=node.name, where=str(origin_of(node)))
+            raise NoCutError(
+                "an op depends on which rows of the batch it gets", got=node.name, where=str(origin_of(node))
+            )
         elif is_cut and on_piece.shape_at >= 0 and layout is not None:
             size = list(self.local_shape(spec_of(node), layout))
             args = (*args[: on_piece.shape_at], size, *args[on_piece.shape_at + 1 :])
         return self.call(node, args, kwargs, layout)
 
     def call(self, node: fx.Node, args: Any, kwargs: Any, layout: Layout | None) -> fx.Node:
-        local = self.graph.call_function(node.target, args, kwargs)
+        local = self.graph.create_node("call_function", node.target, args, kwargs)
         local.meta.update(node.meta)
         specs = node.meta["spec"]
         if layout is not None and isinstance(specs, Spec):
@@ -185,5 +186,7 @@ class _Writer:
     def local_shape(self, spec: Spec, layout: Layout) -> tuple[int, ...]:
         for d, dim in enumerate(layout.dims):
             if dim.axes and not is_even(spec.shape[d], layout.parts(d), dim.unit):
-                raise NoCutError("microbatches of different sizes", got=f"{spec.shape[d]} rows in {self.mesh.num_devices}")
+                raise NoCutError(
+                    "microbatches of different sizes", got=f"{spec.shape[d]} rows in {self.mesh.num_devices}"
+                )
         return layout.local_shape(spec.shape)

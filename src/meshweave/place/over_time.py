@@ -9,17 +9,17 @@ op couples microbatches, and the step on microbatches is another step.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from meshweave.capture.batch import batch_size
-from meshweave.ir.graph import Spec, StepGraph, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import StepGraph, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.traits import RANDOM
-from meshweave.ops.factors import Rule
+from meshweave.ir.traits import CASTS, RANDOM
+from meshweave.ops.factors import Rule, sums
 from meshweave.ops.registry import result_specs, results_of, row_for
 from meshweave.place.assign import Assignment, candidates
 
@@ -42,8 +42,9 @@ class Coupling:
 class CutOverTime:
     """A step whose batch is cut over axis `time`.
 
-    `layouts` are those of all values of forward and backward, `calls` how its ops run. `ahead`: values of the batch that are needed whole, each
-    computed for all microbatches before the first. `rows`: the entries of the batch that are cut.
+    `layouts` are those of all values of forward and backward, `calls` how its ops run. `ahead`: values of the batch
+    that are needed whole, each computed for all microbatches before the first. `rows`: the entries of the batch that
+    are cut.
     """
 
     layouts: Mapping[fx.Node, Layout]
@@ -60,8 +61,8 @@ def cut_over_time(step: StepGraph, microbatches: int) -> CutOverTime:
 
 
 def tied_rows(step: StepGraph) -> frozenset[str]:
-    """The entries of the batch whose first dim has the rows of the batch: the loops of ops in forward and loss tie it to
-    the first dim of others. Of several sets of tied entries that with the most."""
+    """The entries of the batch whose first dim has the rows of the batch: the loops of ops in forward and loss tie it
+    to the first dim of others. Of several sets of tied entries that with the most."""
     num_rows = batch_size(item.spec.shape for item in step.inputs if item.kind == "batch")
     loops = _Loops()
     for node in step.graph.nodes:
@@ -71,7 +72,8 @@ def tied_rows(step: StepGraph) -> frozenset[str]:
     for node, item in step.sources.items():
         if item.kind == "batch" and item.spec.shape[:1] == (num_rows,):
             groups.setdefault(loops.root((node, 0)), []).append(item.name)
-    return frozenset(max(groups.values(), key=len, default=[]))
+    most: list[str] = max(groups.values(), key=lambda names: len(names), default=[])
+    return frozenset(most)
 
 
 Place = tuple[fx.Node, int]  # a dim of a value
@@ -137,9 +139,9 @@ class _Cut:
                 self.couplings.append(Coupling(node, value))
             else:
                 self.ahead[value] = None
-        for value, layout in zip(results, chosen.results, strict=True):
-            if value is not None:
-                self.layouts[value] = layout
+        for result, layout in zip(results, chosen.results, strict=True):
+            if result is not None:
+                self.layouts[result] = layout
 
     def layout(self, value: fx.Node) -> Layout:
         """The layout of a value; one that is known ahead is whole everywhere."""
@@ -147,7 +149,7 @@ class _Cut:
 
     def choose(self, node: fx.Node, operands: Sequence[fx.Node]) -> Assignment:
         """The way to cut an op that needs the fewest values whole, fewest of all those that cannot be known ahead."""
-        rule, specs = row_for(node).rule(node), list(map(spec_of, operands))
+        rule, specs = _rule(node, operands), list(map(spec_of, operands))
         layouts = list(map(self.layout, operands))
         options = candidates(rule, self.mesh, [(layout,) for layout in layouts], specs, result_specs(node))
 
@@ -168,18 +170,14 @@ def is_op(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 
 
+def _rule(node: fx.Node, operands: Sequence[fx.Node]) -> Rule:
+    """The rule of an op. A count is the same sum in integers and in floating-point numbers."""
+    rule = row_for(node).rule(node)
+    is_count = node.target in CASTS and spec_of(operands[0]).is_integer and spec_of(node).dtype.is_floating_point
+    return replace(rule, linear=(*rule.linear, *sums({0}))) if is_count else rule
+
+
 def is_free(has: Layout, wanted: Layout) -> bool:
     """Whether a microbatch has a value as it is needed: in this layout, or whole, of which it takes its rows, or its
     share of a sum."""
     return has == wanted or not (has.sharded_axes or has.partial)
-
-
-def entries_needed(step: StepGraph, ahead: Collection[fx.Node]) -> frozenset[str]:
-    """The entries of the batch from which the values `ahead` follow."""
-    waiting, seen = [*ahead], set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += tensor_inputs(node) if node.op == "call_function" else []
-    return frozenset(item.name for node, item in step.sources.items() if node in seen and item.kind == "batch")

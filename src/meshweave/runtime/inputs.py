@@ -47,9 +47,9 @@ class Inputs:
             if item.kind in LASTING:
                 holders = [d for d in self.world.devices if d in layout.mesh]
                 its.lasting.append((slot, (item.kind, item.name), holders.index(device)))
-            elif item.kind in ("batch", "acc"):
+            elif item.kind in ("batch", "ahead", "acc"):
                 entry = slot, item, layout.box_of(item.spec.shape, device)
-                (its.batch if item.kind == "batch" else its.sums).append(entry)
+                (its.sums if item.kind == "acc" else its.batch).append(entry)
             elif item.kind == "constant":
                 its.constants.append((slot, item.name))
             elif item.name in ("draw", LOSS_SCALE):

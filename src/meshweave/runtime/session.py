@@ -126,10 +126,12 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
-    """What a session runs by. `accumulate` is the number of microbatches of a step, `weights` a folder of files with
+    """What a session runs by. `accumulate` is the number of microbatches of a step, whose losses and metrics are added
+    up if `is_sum`, else averaged; `weights` a folder of files with
     initial parameters, `loss_scale` the rules of a step that scales its loss."""
 
     accumulate: int = 1
+    is_sum: bool = False
     seed: int = 0
     weights: str | None = None
     loss_scale: LossScale = field(default_factory=LossScale)
@@ -217,9 +219,12 @@ class Pace:
         self.fastest = min(self.fastest, recent)
 
 
-def mean_of(numbers: Sequence[Tensor]) -> Tensor:
-    """The mean of a number of each microbatch, in their dtype."""
-    return numbers[0] if len(numbers) == 1 else torch.stack([*numbers]).double().mean().to(numbers[0].dtype)
+def joined(numbers: Sequence[Tensor], is_sum: bool) -> Tensor:
+    """The sum or mean of a number of each microbatch, in their dtype."""
+    if len(numbers) == 1:
+        return numbers[0]
+    wide = torch.stack([*numbers]).double()
+    return (wide.sum() if is_sum else wide.mean()).to(numbers[0].dtype)
 
 
 def check_finite(losses: Sequence[float], step: int) -> None:
@@ -569,8 +574,9 @@ class Session:
             for pieces in (self.gradient_pieces or {}).values():
                 pieces[:] = [unscaled(piece, 1.0 / scaler.scale) for piece in pieces]
             scaler.adjust(self.was_skipped)
-        means = {name: mean_of([each[name] for each in metrics]) for name in metrics[0]}
-        self.values = {"loss": mean_of([loss.value for loss in losses]), **means}
+        is_sum = self.settings.is_sum
+        whole = {name: joined([each[name] for each in metrics], is_sum) for name in metrics[0]}
+        self.values = {"loss": joined([loss.value for loss in losses], is_sum), **whole}
         if norm is not None:
             self.values["grad_norm"] = norm.value
         if self.is_scaled:

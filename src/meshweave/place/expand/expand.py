@@ -95,7 +95,7 @@ class _Expander:
             local = self.values.get(node)
             if local is None:
                 continue
-            if self.program.num_roles > 1 and item.kind in ("batch", "constant", "scalar") and not local.users:
+            if self.program.num_roles > 1 and item.kind in ("batch", "ahead", "constant", "scalar") and not local.users:
                 self.emit.graph.erase_node(local)
                 continue
             nodes.append((item, node.meta["layout"]))
