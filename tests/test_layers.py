@@ -37,6 +37,7 @@ ROOMS = (
     "program",
     "stored",
     "expert_chunks",
+    "microbatches",
     "variants",
     "train_step",
     "build",

@@ -3,20 +3,18 @@ runs after each."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any
 
-from meshweave.capture.batch import Batch
 from meshweave.capture.contract import Contract
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions, StepSource, capture_source
 from meshweave.check.same import check_same
 from meshweave.cost.hardware import Costs
-from meshweave.errors import MeshError, PlanError, RuleError
+from meshweave.errors import MeshError, PlanError
 from meshweave.expert_chunks import built_in_chunks
 from meshweave.ir.graph import Spec, StepGraph
 from meshweave.ir.layout import Layout
@@ -24,6 +22,7 @@ from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, prepared_values
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
+from meshweave.microbatches import capture_microbatch
 from meshweave.optimize.batch_split.blocks import in_blocks
 from meshweave.optimize.batch_split.captured import by_expert, share_ends
 from meshweave.optimize.overlap.decide import NoOrderError
@@ -37,13 +36,11 @@ from meshweave.place.decide import Placement, Units, decide, infer_units
 from meshweave.place.expand.expand import expand
 from meshweave.place.hooks import pinning
 from meshweave.place.mapping import Homes, axes_of_operators, map_devices
-from meshweave.place.microbatches import NoCutError, microbatches_of
 from meshweave.place.movement.arrange import PlanMove, arrange
 from meshweave.place.movement.dispatch import make_sparse
 from meshweave.place.movement.own_sums import own_sums
 from meshweave.place.movement.plan import plan_move
 from meshweave.place.movement.replay import prove_plan
-from meshweave.place.over_time import cut_over_time
 from meshweave.place.place import place
 from meshweave.place.plans import Plan, Resolved
 from meshweave.place.rates import Rates, rates_of
@@ -60,7 +57,6 @@ from meshweave.stored import storage_of
 # cores, 2026-11).
 MAX_DEVICES = 1 << 16
 
-_NOTES = logging.getLogger("meshweave")
 _MOST_DECISIONS = 1 << 14  # of ops: those of hundreds of sizes
 
 Progress = Callable[[str], None]
@@ -121,7 +117,7 @@ def build_program(
     resolved = resolve(target.plan, source.model, mesh)
     known = None if like is None else like.contract
     capture = partial(capture_source, replace(source, hooks=pinning(resolved)), optimizer=optimizer, like=known)
-    step = _capture(capture, example, options)
+    step = capture_microbatch(capture, example, options)
     captured, contract = step.captured, step.contract
     if target.own_parts > 1:
         check_own_rows(captured, target.own_parts)
@@ -158,41 +154,6 @@ def build_program(
         coupling=step.coupling,
         storage=trouble,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """The captured step on a microbatch. `rows`, `ahead` and `coupling` as of a Program."""
-
-    captured: StepGraph
-    contract: Contract
-    rows: frozenset[str] | None = None
-    ahead: StepGraph | None = None
-    coupling: str = ""
-
-
-def _capture(capture: Callable[..., tuple[StepGraph, Contract]], example: Any, options: CaptureOptions) -> _Captured:
-    """The step on a microbatch, from that on the whole batch. If ops need the rows of several microbatches, each
-    microbatch is a batch of its own, as in a training loop: which one, is logged."""
-    micro = Batch.of(example).micros(options.accumulate)[0]
-    if options.accumulate == 1:
-        return _Captured(*capture(example=micro, options=options))
-    whole, contract = capture(example=example, options=replace(options, is_whole=True))
-    try:
-        cut = cut_over_time(verify_step(whole), options.accumulate)
-        parts = microbatches_of(whole, cut)
-    except (NoCutError, RuleError) as error:
-        reason = f"{error.what}: {error.got}"
-        _NOTES.warning(
-            "with accumulate=%d each microbatch is a batch of its own, as in a training loop: loss, metrics and "
-            "gradients are means over the microbatches, which are not those of the whole batch (%s)",
-            options.accumulate, reason,
-        )  # fmt: skip
-        return _Captured(
-            *capture(example=micro, options=options), coupling=f"microbatches are batches of their own ({reason})"
-        )
-    ahead = None if parts.ahead is None else verify_step(parts.ahead)
-    return _Captured(parts.step, contract, cut.rows, ahead)
 
 
 def _ahead_program(step: StepGraph, contract: Contract, inputs: PlanInputs, placing: _PlacementStage) -> Program:

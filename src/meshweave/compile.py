@@ -266,7 +266,9 @@ def compile(
     memory_cap_bytes: the most that may be live on a device at once: parameters, optimizer state, batch and all values
         of the step. It implies the pass overlap. If no order stays under the cap, the error names the least possible
         peak and its tensors.
-    accumulate: microbatches per step. clip_grad_norm: clip by global norm.
+    accumulate: microbatches per step. Loss, metrics and gradients are those of the whole batch, means over valid tokens
+        among them; a warning names what is not (an op that needs rows of several microbatches), and
+        `RunOptions(exact_microbatches=True)` makes it an error. clip_grad_norm: clip by global norm.
     precision: the dtype of autocast, or a `Precision` with other dtypes of parameters and sums. Where gradients are
         computed through float16 the loss is scaled as by `torch.amp.GradScaler` (`Precision.loss_scale`).
     seed: of initial parameters, dropout and other random numbers.
@@ -296,7 +298,11 @@ def compile(
         passes=passes,
         memory_cap_bytes=memory_cap_bytes,
         capture=CaptureOptions(
-            clip_grad_norm=clip_grad_norm, accumulate=accumulate, seed=seed, precision=Precision.of(precision)
+            clip_grad_norm=clip_grad_norm,
+            accumulate=accumulate,
+            seed=seed,
+            precision=Precision.of(precision),
+            exact_microbatches=run is not None and run.exact_microbatches,
         ),
         shapes=listed_batches(shapes),
         batch=batch,

@@ -143,14 +143,16 @@ class Precision:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureOptions:
     """How the step is built from the model: clipping by global norm, microbatches per step, seed, precision, and the
-    part of a step. `is_whole`: the example has the rows of all microbatches; else those of one, whose loss counts as
-    one of `accumulate`."""
+    part of a step. `exact_microbatches`: what couples microbatches is an error. `is_whole`: the example has the rows of
+    all microbatches; else those of one, whose loss counts as one of `accumulate`.
+    """
 
     clip_grad_norm: float | None = None
     accumulate: int = 1
     seed: int = 0
     precision: Precision = field(default_factory=Precision)
     part: Part = "train"
+    exact_microbatches: bool = False
     is_whole: bool = False
 
     def __post_init__(self) -> None:

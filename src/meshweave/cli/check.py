@@ -58,7 +58,7 @@ def check(screen: Screen, job: CheckOptions) -> int:
         return TrainStep(CompiledStep(program, model, optimizer, world, settings))
 
     def split(batch: Any) -> list[Any]:
-        return Batch.of(batch).micros(job.accumulate)
+        return [batch] if program.is_sum else Batch.of(batch).micros(job.accumulate)
 
     autocast = job.precision.autocast
     cast = None if job.param_dtype is None else getattr(torch, job.param_dtype)

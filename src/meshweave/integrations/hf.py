@@ -34,6 +34,7 @@ class MeshweaveTrainer(Trainer):
         self.optimizer: Any
         self.step: TrainStep | None = None
         self._micros: list[dict[str, Any]] = []
+        self._rows = 0  # of a microbatch on a process
         self._cuts: dict[int, tuple[int, ...]] = {}  # rows of each microbatch, by their sum
         # Accelerate does not change a model that it has prepared already: no DistributedDataParallel around it.
         self.accelerator.prepare_model(self.model, evaluation_mode=True)
@@ -54,6 +55,7 @@ class MeshweaveTrainer(Trainer):
             return loss
         micros, self._micros = self._micros, []
         accumulate = self._accumulate([rows_of(micro) for micro in micros])
+        self._rows = rows_of(micros[0]) if accumulate > 1 else sum(map(rows_of, micros))
         batch = joined(micros)
         if num_items_in_batch is not None:
             # Trainer averages the losses of processes, each of which divides by this number: all rows do so at once.
@@ -122,7 +124,8 @@ class MeshweaveTrainer(Trainer):
         micros = cut_rows(inputs, self._cuts.get(rows, (rows,)), processes)
         losses = [self.compute_loss(model, micro, num_items_in_batch=count) for micro in micros]
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
-        return loss * batch[_NUM_MICROS] if _NUM_MICROS in batch else loss
+        # of the whole batch it is the sum already
+        return loss * batch[_NUM_MICROS] if _NUM_MICROS in batch and rows == self._rows else loss
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         return self.step.metrics.get("grad_norm") if self.step is not None else None

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.graph import Input, Spec, StepGraph, map_nodes, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import Input, Spec, StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import is_even
 from meshweave.ir.traits import RANDOM
@@ -40,13 +40,13 @@ class Microbatches:
 def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
     """The step on a microbatch. Raises NoCutError if ops couple microbatches, or depend on which of them runs."""
     if cut.couplings:
-        raise NoCutError("ops need the rows of several microbatches", got=str(cut.couplings[0]))
+        first = cut.couplings[0]
+        got, where = f"{op_name(first.node.target)} of {op_name(first.value.target)}", str(origin_of(first.node))
+        raise NoCutError("an op needs a value of the rows of all microbatches", got=got, where=where)
     sources = {(item.kind, item.name): node for node, item in step.sources.items()}
-    changed = [
-        name for (kind, name), node in step.results.items() if kind == "buffer" and node is not sources[kind, name]
-    ]
-    if changed:
-        raise NoCutError("forward changes a buffer", got=f"'{changed[0]}'")
+    for (kind, name), node in step.results.items():
+        if kind == "buffer" and node is not sources[kind, name]:
+            raise NoCutError("forward changes a buffer in each microbatch", got=name, where=str(origin_of(node)))
     ahead = _ahead(step, cut) if cut.ahead else None
     return Microbatches(_Writer(step, cut).run(), ahead)
 
@@ -75,14 +75,21 @@ class _Writer:
     cut: CutOverTime
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[tuple[fx.Node, Layout | None], fx.Node] = field(default_factory=dict)
+    phase: str = "forward"  # of the node that is being written
 
     def run(self) -> StepGraph:
         inputs = [self.input(node, item) for node, item in self.step.sources.items()]
         inputs += [self.whole_value(value) for value in self.cut.ahead]
+        sums = {value for (kind, _), value in self.step.results.items() if kind in _SUMS}
         for node in self.step.graph.nodes:
             if node.op == "call_function":
+                self.phase = origin_of(node).phase
                 self.node(node)
-        results = [self.result(kind, value) for (kind, _), value in self.step.results.items()]
+            if node in sums:
+                self.result(node)
+        results = [
+            self.result(value) if value in sums else self.any_form(value) for value in self.step.results.values()
+        ]
         self.graph.output(results)
         return StepGraph(self.graph, tuple(inputs), self.step.outputs, self.step.constants)
 
@@ -115,23 +122,35 @@ class _Writer:
             return
         chosen = self.cut.calls[node]
         given = [self.value(value, layout) for value, layout in zip(tensor_inputs(node), chosen.operands, strict=True)]
+        if node in self.cut.averaged:
+            given = [self.estimate(x, at) for x, at in zip(given, chosen.operands, strict=True)]
         layout = self.cut.layouts.get(node)  # None: it has several results
         self.values[node, layout] = self.written(node, given, layout, chosen.operands)
+
+    def estimate(self, local: fx.Node, layout: Layout) -> fx.Node:
+        """What a microbatch takes for a value of the whole batch: its sum times their number."""
+        if not layout.partial:
+            return local
+        whole = self.graph.call_function(aten.mul.Scalar, (local, self.mesh.num_devices))
+        whole.meta.update(local.meta)
+        return whole
 
     def any_form(self, node: fx.Node) -> fx.Node:
         """A value as it is: after backward gradients are sums over all microbatches."""
         return self.values[node, self.cut.layouts.get(node)]
 
-    def result(self, kind: str, value: fx.Node) -> fx.Node:
+    def result(self, value: fx.Node) -> fx.Node:
+        """A microbatch's share of a result that is added up."""
         layout = self.cut.layouts.get(value)
-        if layout is not None and kind in _SUMS and not layout.partial:
+        if layout is not None and not layout.partial:
             return self.value(value, Layout(layout.mesh, layout.dims, ((TIME, "sum"),)))
         return self.any_form(value)
 
     def value(self, value: fx.Node, wanted: Layout) -> fx.Node:
         """A value of the whole step in a layout over time."""
         if (value, wanted) not in self.values:
-            self.values[value, wanted] = self.formed(value, wanted)
+            self.values[value, wanted] = local = self.formed(value, wanted)
+            local.meta["origin"] = replace(origin_of(local), phase=self.phase)
         return self.values[value, wanted]
 
     def formed(self, value: fx.Node, wanted: Layout) -> fx.Node:
@@ -145,7 +164,8 @@ class _Writer:
             rule = row_for(value).rule(value)
             option = follow_result(rule, wanted, list(map(spec_of, operands)), result_specs(value))
         if option is None or option.results[0] != wanted:
-            raise NoCutError("an op needs the rows of a value that all microbatches have", got=value.name)
+            where = str(origin_of(value))
+            raise NoCutError("an op needs its rows of a value of the whole batch", got=value.name, where=where)
         given = [self.value(n, layout) for n, layout in zip(operands, option.operands, strict=True)]
         return self.written(value, given, wanted, option.operands)
 
@@ -161,7 +181,7 @@ class _Writer:
             assert layout is not None
             size = list(self.local_shape(spec_of(node), layout))
             args = (*args[:3], size, [0] * len(size), size, *args[6:])
-        elif is_cut and not on_piece.in_chunks:
+        elif is_cut and not on_piece.in_chunks and node not in self.cut.averaged:
             raise NoCutError(
                 "an op depends on which rows of the batch it gets", got=node.name, where=str(origin_of(node))
             )

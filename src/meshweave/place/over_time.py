@@ -34,9 +34,6 @@ class Coupling:
     node: fx.Node
     value: fx.Node
 
-    def __str__(self) -> str:
-        return f"{self.value.name}, for {self.node.name} in {origin_of(self.node)}"
-
 
 @dataclass(frozen=True, slots=True)
 class CutOverTime:
@@ -44,7 +41,8 @@ class CutOverTime:
 
     `layouts` are those of all values of forward and backward, `calls` how its ops run. `ahead`: values of the batch
     that are needed whole, each computed for all microbatches before the first. `rows`: the entries of the batch that
-    are cut.
+    are cut. `averaged`: ops that only metrics need and that couple microbatches: each has a number of its own, and the
+    metric is their mean.
     """
 
     layouts: Mapping[fx.Node, Layout]
@@ -52,6 +50,7 @@ class CutOverTime:
     rows: frozenset[str]
     ahead: tuple[fx.Node, ...]
     couplings: tuple[Coupling, ...]
+    averaged: tuple[fx.Node, ...] = ()
 
 
 def cut_over_time(step: StepGraph, microbatches: int) -> CutOverTime:
@@ -112,6 +111,8 @@ class _Cut:
     coupled: set[fx.Node] = field(default_factory=set)  # values that parameters or random numbers enter
     ahead: dict[fx.Node, None] = field(default_factory=dict)
     couplings: list[Coupling] = field(default_factory=list)
+    averaged: list[fx.Node] = field(default_factory=list)
+    trained: set[fx.Node] = field(default_factory=set)  # what other results than metrics need
 
     def run(self) -> CutOverTime:
         for node, item in self.step.sources.items():
@@ -122,16 +123,27 @@ class _Cut:
                 self.layouts[node] = Layout(self.mesh, Layout.replicated(self.mesh, rank).dims, ((TIME, "sum"),))
             if item.kind in ("param", "state", "acc") or item.name == "draw":
                 self.coupled.add(node)
+        waiting = [value for (kind, _), value in self.step.results.items() if kind != "metric"]
+        while waiting:
+            if (node := waiting.pop()) not in self.trained:
+                self.trained.add(node)
+                waiting += node.all_input_nodes
         for node in self.step.graph.nodes:
             if is_op(node) and origin_of(node).phase in _PHASES:
                 self.op(node)
-        return CutOverTime(self.layouts, self.calls, self.rows, tuple(self.ahead), tuple(self.couplings))
+        return CutOverTime(
+            self.layouts, self.calls, self.rows, tuple(self.ahead), tuple(self.couplings), tuple(self.averaged)
+        )
 
     def op(self, node: fx.Node) -> None:
         operands, results = tensor_inputs(node), results_of(node)
         if node.target in RANDOM or not self.coupled.isdisjoint(operands):
             self.coupled.update(n for n in (node, *results) if n is not None)
-        self.calls[node] = chosen = self.choose(node, operands)
+        chosen = self.choose(node, operands)
+        if node not in self.trained and self.is_number_of_rows(node, operands, chosen):
+            self.averaged.append(node)
+            chosen = replace(chosen, operands=tuple(map(self.layout, operands)))
+        self.calls[node] = chosen
         for value, wanted in zip(operands, chosen.operands, strict=True):
             if is_free(self.layout(value), wanted):
                 continue
@@ -142,6 +154,15 @@ class _Cut:
         for result, layout in zip(results, chosen.results, strict=True):
             if result is not None:
                 self.layouts[result] = layout
+
+    def is_number_of_rows(self, node: fx.Node, operands: Sequence[fx.Node], chosen: Assignment) -> bool:
+        """Whether an op couples microbatches, and can have a result for the rows of each."""
+        rule, has = row_for(node).rule(node), list(map(self.layout, operands))
+        coupled = [v for v, a, b in zip(operands, has, chosen.operands, strict=True) if not is_free(a, b)]
+        pairs = [pair for dims, at in zip(rule.operands, has, strict=True) for pair in zip(dims, at.dims, strict=True)]
+        loops = {factor for dim, sharding in pairs if sharding.axes for factor in dim}
+        is_alone = not any(loops.intersection(dim) for dims in rule.results for dim in dims)
+        return bool(self.coupled.intersection(coupled)) and is_alone
 
     def layout(self, value: fx.Node) -> Layout:
         """The layout of a value; one that is known ahead is whole everywhere."""

@@ -103,6 +103,21 @@ def check_own_rows(step: StepGraph, num_parts: int) -> None:
         )
 
 
+def check_rows_in_time(step: StepGraph, microbatches: int) -> None:
+    """PlanError if a step on the whole batch chooses rows of it by numbers: a microbatch has only some of them."""
+    for lookup in row_lookups(step):
+        if lookup.entries and not lookup.is_table:
+            entries = ", ".join(f"'{name}'" for name in lookup.entries)
+            raise PlanError(
+                "rows of the batch are chosen by numbers, and a microbatch has only some rows",
+                where=str(origin_of(lookup.node)),
+                got=f"{op_name(lookup.node.target)} by {entries}, with accumulate={microbatches}",
+                expected="row by row, so that a microbatch needs its own rows alone",
+                hint="accumulate=1 for this step; or choose the rows before the batch is passed (an entry "
+                "batch['partner'] = x[numbers] beside x)",
+            )
+
+
 def _lookups(
     node: fx.Node,
     rule: Rule,

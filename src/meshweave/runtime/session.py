@@ -92,6 +92,8 @@ class RunOptions:
     check_finite: raise before the update when the loss, or with clip_grad_norm the norm of the gradients, is NaN or
         infinite. The host reads the norm after backward, before it launches the update. (A step that scales its loss
         is skipped instead.)
+    exact_microbatches: with `accumulate`, raise CaptureError for what needs the rows of several microbatches (a
+        contrastive loss, batch norm, a quantile), which is otherwise computed in each microbatch, with a warning.
     max_programs: the most programs of a step (see `shapes`).
     on_different_weights: if ranks start with other weights, buffers or optimizer state than rank 0, copy those of rank
         0 to all ("broadcast", with a warning), or raise ("error").
@@ -103,6 +105,7 @@ class RunOptions:
     cuda_graphs: bool = True
     keep_gradients: bool = False
     check_finite: bool = True
+    exact_microbatches: bool = False
     max_programs: int = 8
     on_different_weights: Literal["broadcast", "error"] = "broadcast"
     passes_seconds: float = 60.0

@@ -1,0 +1,81 @@
+"""The step on a microbatch: captured on the whole batch and cut in time, or, where ops couple microbatches, captured on
+one as in a training loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshweave.capture.batch import Batch
+from meshweave.capture.contract import Contract
+from meshweave.capture.step import CaptureOptions
+from meshweave.errors import CaptureError, RuleError
+from meshweave.ir.graph import StepGraph, origin_of
+from meshweave.ir.verify import verify_step
+from meshweave.place.microbatches import NoCutError, microbatches_of
+from meshweave.place.over_time import cut_over_time
+from meshweave.place.row_lookups import check_rows_in_time
+
+_NOTES = logging.getLogger("meshweave")
+Capture = Callable[..., tuple[StepGraph, Contract]]
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchStep:
+    """The captured step on a microbatch.
+
+    `rows`: the entries of the batch that microbatches cut (None: those with as many rows as the first). `ahead`: what
+    they need of the whole batch, on the whole batch. `coupling`: why each is a batch of its own.
+    """
+
+    captured: StepGraph
+    contract: Contract
+    rows: frozenset[str] | None = None
+    ahead: StepGraph | None = None
+    coupling: str = ""
+
+
+def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) -> MicrobatchStep:
+    """The step on a microbatch of `example`, of which there are `options.accumulate`.
+
+    `capture(example=, options=)` captures a step. The sums over microbatches of loss, metrics and gradients are those
+    of the whole batch; else a warning says what couples microbatches, or a CaptureError with `exact_microbatches`.
+    Raises PlanError for a batch that does not divide, and for numbers of rows of the whole batch."""
+    micro = Batch.of(example).micros(options.accumulate)[0]
+    if options.accumulate == 1:
+        return MicrobatchStep(*capture(example=micro, options=options))
+    whole, contract = capture(example=example, options=replace(options, is_whole=True))
+    check_rows_in_time(verify_step(whole), options.accumulate)
+    try:
+        cut = cut_over_time(whole, options.accumulate)
+        parts = microbatches_of(whole, cut)
+    except (NoCutError, RuleError) as error:
+        return MicrobatchStep(*capture(example=micro, options=options), coupling=_coupling(error, options))
+    if cut.averaged:
+        lines = ", ".join(sorted({str(origin_of(node)) for node in cut.averaged}))
+        _NOTES.warning(
+            "with accumulate=%d a metric is the mean over microbatches, each computed on rows of its own: at %s",
+            options.accumulate, lines,
+        )  # fmt: skip
+    ahead = None if parts.ahead is None else verify_step(parts.ahead)
+    return MicrobatchStep(verify_step(parts.step), contract, cut.rows, ahead)
+
+
+def _coupling(error: NoCutError | RuleError, options: CaptureOptions) -> str:
+    """Log, or raise, what is not that of the whole batch, and return it."""
+    what = "loss, metrics and gradients are means over microbatches, not those of the whole batch"
+    if options.exact_microbatches:
+        raise CaptureError(
+            what,
+            where=error.where,
+            got=f"accumulate={options.accumulate}, and {error.what} ({error.got})",
+            expected="an op that takes row by row, or sums over rows, between the batch and the loss",
+            hint="accumulate=1; or run=mw.RunOptions(exact_microbatches=False): each microbatch is a batch of its own",
+        ) from error
+    _NOTES.warning(
+        "with accumulate=%d %s, as in a training loop: %s (%s), at %s",
+        options.accumulate, what, error.what, error.got, error.where,
+    )  # fmt: skip
+    return f"{what}: {error.what} ({error.got}), at {error.where}"

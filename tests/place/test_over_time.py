@@ -1,0 +1,237 @@
+"""Steps cut over time: what is needed of the whole batch, what couples microbatches, and sums over microbatches that
+equal the step on the whole batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from meshweave.capture.step import CaptureOptions, StepSource, capture_source
+from meshweave.ir.graph import Input, StepGraph, op_name
+from meshweave.ir.ops import KERNELS
+from meshweave.place.microbatches import NoCutError, microbatches_of
+from meshweave.place.over_time import cut_over_time
+
+Batch = dict[str, Tensor]
+Loss = Callable[[Tensor, Batch], Any]
+ROWS, CLASSES = 12, 4
+F64 = torch.float64
+
+
+def example() -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    y = torch.tensor([0, -100, 2, 3, -100, -100, -100, 1, 1, 0, -100, 2])
+    return {
+        "x": torch.randn(ROWS, 5, generator=generator, dtype=F64),
+        "y": y,
+        "w": torch.rand(ROWS, generator=generator, dtype=F64),
+        "count": (y >= 0).sum(),
+        "prototypes": torch.randn(ROWS, CLASSES, generator=generator, dtype=F64),
+    }
+
+
+class Small(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6, dtype=F64)
+        self.norm = nn.BatchNorm1d(6, dtype=F64) if norm else nn.Identity()
+        self.last = nn.Linear(6, CLASSES, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.norm(self.first(x))))
+        return out
+
+
+def captured(loss: Loss, norm: bool = False) -> tuple[StepGraph, nn.Module]:
+    torch.manual_seed(0)
+    model = Small(norm)
+    source = StepSource(model, loss, lambda module, batch: module(batch["x"]))
+    return capture_source(source, example(), None, CaptureOptions())[0], model
+
+
+class Run(fx.Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return KERNELS.get(target, target)(*args, **kwargs)
+
+
+def results(step: StepGraph, model: nn.Module, batch: Batch) -> dict[tuple[str, str], Tensor]:
+    def value(item: Input) -> Tensor:
+        known = {"param": dict(model.named_parameters()), "buffer": dict(model.named_buffers())}
+        known |= {"constant": step.constants, "scalar": {"draw": torch.tensor(0)}}
+        return known.get(item.kind, batch)[item.name].detach()  # type: ignore[attr-defined]
+
+    values = Run(fx.GraphModule({}, step.graph)).run(*map(value, step.inputs))
+    return dict(zip(step.outputs, values, strict=True))
+
+
+def in_microbatches(step: StepGraph, model: nn.Module, number: int) -> dict[tuple[str, str], Tensor]:
+    """The sums over microbatches of loss, metrics and gradients."""
+    cut = cut_over_time(step, number)
+    parts, batch = microbatches_of(step, cut), example()
+    ahead = {name: x for (_, name), x in results(parts.ahead, model, batch).items()} if parts.ahead else {}
+    total: dict[tuple[str, str], Tensor] = {}
+    for index in range(number):
+        rows = {name: x.chunk(number)[index] if name in cut.rows else x for name, x in batch.items()}
+        for key, value in results(parts.step, model, rows | ahead).items():
+            total[key] = total[key] + value if key in total else value
+    return total
+
+
+def error_of(step: StepGraph, model: nn.Module, number: int) -> float:
+    whole, summed = results(step, model, example()), in_microbatches(step, model, number)
+    return max(float((summed[key] - value).abs().max()) for key, value in whole.items() if key[0] != "buffer")
+
+
+def tokens(batch: Batch) -> Tensor:
+    return batch["y"] >= 0
+
+
+def per_row(out: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(out, batch["y"], reduction="none")
+
+
+EXACT: dict[str, tuple[Loss, int]] = {  # with the number of values that are needed ahead
+    "mean over valid tokens": (lambda o, b: F.cross_entropy(o, b["y"]), 1),
+    "sum over a count in the batch": (lambda o, b: F.cross_entropy(o, b["y"], reduction="sum") / b["count"], 0),
+    "sum over a count in the loss": (lambda o, b: per_row(o, b).sum() / tokens(b).sum(), 1),
+    "sum": (lambda o, b: o.pow(2).sum(), 0),
+    "mean": (lambda o, b: o.pow(2).mean(), 0),
+    "mean of means of rows": (lambda o, b: (o * b["w"][:, None]).mean(1).mean(), 0),
+    "weighted mean": (lambda o, b: (per_row(o, b) * b["w"]).sum() / b["w"].sum().clamp(min=1e-3), 1),
+    "weights of classes": (lambda o, b: F.cross_entropy(o, b["y"], weight=torch.arange(1.0, 5.0, dtype=F64)), 1),
+    "label smoothing": (lambda o, b: F.cross_entropy(o, b["y"], label_smoothing=0.1), 2),
+    "counts of classes": (
+        lambda o, b: (o.softmax(1) / F.one_hot(b["y"].clamp(min=0), 4).sum(0).clamp(min=1)).sum(),
+        0,  # no op ties labels to rows: each microbatch has all of them
+    ),
+    "two heads": (lambda o, b: F.cross_entropy(o, b["y"]) + 0.1 * o.logsumexp(1).pow(2).mean(), 1),
+    "an entry that is no rows": (lambda o, b: F.cross_entropy(o @ b["prototypes"].t(), tokens(b).long()), 1),
+    "metrics": (lambda o, b: (F.cross_entropy(o, b["y"]), {"right": (o.argmax(1) == b["y"]).sum()}), 1),
+    "the whole batch of labels": (lambda o, b: (o.sum(1) * (b["w"] / b["w"].max())).mean(), 1),
+}
+COUPLED: dict[str, tuple[Loss, str]] = {  # with the op that needs other rows
+    "logarithm of a mean": (lambda o, b: o.exp().mean().log(), "aten.log"),
+    "product of two means": (lambda o, b: (o.mean(0) * o.pow(2).mean(0)).sum(), "aten.mul.Tensor"),
+    "contrastive": (lambda o, b: F.cross_entropy(o @ o.t(), torch.arange(ROWS)), "aten.mm"),
+    "quantile": (lambda o, b: o.sum(1).sort().values[:4].mean(), "aten.sort"),
+    "largest": (lambda o, b: o.max(), "aten.max"),
+}
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_linear_in_the_rows_is_exact(name: str, number: int) -> None:
+    loss, needed = EXACT[name]
+    step, model = captured(loss)
+    assert len(cut_over_time(step, number).ahead) == needed
+    assert error_of(step, model, number) < 1e-13
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_rows_is_named(name: str) -> None:
+    loss, op = COUPLED[name]
+    step, _ = captured(loss)
+    first = cut_over_time(step, 2).couplings[0]
+    assert op_name(first.node.target) == op
+    with pytest.raises(NoCutError, match="rows of all microbatches"):
+        microbatches_of(step, cut_over_time(step, 2))
+
+
+def test_batch_norm_is_named() -> None:
+    step, _ = captured(lambda o, b: o.mean(), norm=True)
+    assert cut_over_time(step, 2).couplings
+
+
+def test_a_penalty_counts_once() -> None:
+    model = Small()
+    source = StepSource(model, lambda o, b: o.mean() + model.last.weight.pow(2).sum(), lambda m, b: m(b["x"]))
+    step, _ = capture_source(source, example(), None, CaptureOptions())
+    assert error_of(step, model, 4) < 1e-13
+
+
+def test_a_metric_that_couples_rows_does_not_spoil_the_loss() -> None:
+    step, model = captured(lambda o, b: (o.mean(), {"largest": o.max(), "rms": o.pow(2).mean().sqrt()}))
+    cut, whole, summed = cut_over_time(step, 2), results(step, model, example()), in_microbatches(step, model, 2)
+    assert not cut.couplings
+    assert [op_name(node.target) for node in cut.averaged] == ["aten.max", "aten.sqrt"]
+    assert summed["loss", ""] == pytest.approx(whole["loss", ""].item(), abs=1e-13)
+    halves = [model(x) for x in example()["x"].chunk(2)]
+    assert summed["metric", "largest"].item() == pytest.approx(sum(x.max().item() for x in halves) / 2)
+    assert summed["metric", "rms"].item() == pytest.approx(sum(x.pow(2).mean().sqrt().item() for x in halves) / 2)
+
+
+def test_entries_are_cut_by_their_use() -> None:
+    step, _ = captured(EXACT["an entry that is no rows"][0])
+    assert cut_over_time(step, 2).rows == {"x", "y"}
+
+
+def test_microbatches_of_different_sizes_are_no_cut() -> None:
+    step, _ = captured(EXACT["mean"][0])
+    with pytest.raises(NoCutError, match="different sizes"):
+        microbatches_of(step, cut_over_time(step, 5))
+
+
+class Trees:
+    """Random losses: trees of masked sums, ratios and weights over several heads; some couple rows."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.is_coupled = False
+        self.made = self.total(3)
+
+    def rows(self) -> Loss:
+        scale = self.random.uniform(0.5, 2.0)
+        of_rows: list[Loss] = [
+            lambda o, b: o.logsumexp(1),
+            lambda o, b: o.pow(2).mean(1) * scale,
+            per_row,
+            lambda o, b: o[:, 1].tanh(),
+            lambda o, b: F.relu(o - b["w"][:, None]).sum(1),
+            lambda o, b: (o.softmax(1) * b["x"][:, :CLASSES]).sum(1),
+        ]
+        return self.random.choice(of_rows)
+
+    def weights(self) -> Loss:
+        of_batch: list[Loss] = [
+            lambda o, b: tokens(b).to(F64),
+            lambda o, b: b["w"],
+            lambda o, b: b["w"] * tokens(b),
+            lambda o, b: (b["y"] == 2).to(F64) + 0.5,
+        ]
+        return self.random.choice(of_batch)
+
+    def total(self, depth: int) -> Loss:
+        rows, weights, others = self.rows(), self.weights(), self.weights()
+        kinds: list[Loss] = [
+            lambda o, b: rows(o, b).mean(),
+            lambda o, b: rows(o, b).sum() / ROWS,
+            lambda o, b: (rows(o, b) * weights(o, b)).sum() / weights(o, b).sum(),
+            lambda o, b: (rows(o, b) * weights(o, b)).sum() / (others(o, b).sum() * b["count"]).sqrt(),
+            lambda o, b: (rows(o, b) * weights(o, b) / others(o, b).max()).mean(),
+        ]
+        if depth == 0:
+            return self.random.choice(kinds)
+        first, second, share = self.total(depth - 1), self.total(0), self.random.uniform(-1, 1)
+        if self.random.random() < 0.12:
+            self.is_coupled = True
+            return self.random.choice(
+                [lambda o, b: first(o, b) * second(o, b), lambda o, b: (first(o, b).pow(2) + 1).log()]
+            )
+        return lambda o, b: first(o, b) + share * second(o, b)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=[] if s < 40 else pytest.mark.slow) for s in range(300)])
+def test_random_losses(seed: int) -> None:
+    """Equal or named, and named only what does differ."""
+    tree = Trees(seed)
+    step, model = captured(tree.made)
+    number = (2, 3, 4)[seed % 3]
+    assert bool(cut_over_time(step, number).couplings) == tree.is_coupled
+    if not tree.is_coupled:
+        assert error_of(step, model, number) < 1e-12

@@ -1,0 +1,118 @@
+"""Steps with `accumulate=` beside the same steps without: loss, metrics, gradients by way of the next loss."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshweave as mw
+
+Batch = dict[str, Any]
+ROWS, CLASSES = 8, 4
+
+
+def example() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.tensor([0, -100, 2, 3, -100, -100, -100, 1])  # the third pair of rows has no valid token
+    return {
+        "x": torch.randn(ROWS, 5, generator=generator, dtype=torch.float64),
+        "y": y,
+        "w": torch.rand(ROWS, generator=generator, dtype=torch.float64),
+        "count": (y >= 0).sum(),
+        "prototypes": torch.randn(ROWS, CLASSES, generator=generator, dtype=torch.float64),
+        "partner": torch.tensor([3, 2, 1, 0, 1, 0, 3, 2]),
+    }
+
+
+def with_metrics(out: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    numbers = {"tokens": (batch["y"] >= 0).sum(), "right": (out.argmax(-1) == batch["y"]).sum()}
+    return F.cross_entropy(out, batch["y"]), numbers
+
+
+LOSSES: dict[str, Callable[[Tensor, Batch], Any]] = {
+    "metrics": with_metrics,
+    "count in the batch": lambda o, b: F.cross_entropy(o, b["y"], reduction="sum") / b["count"],
+    "sum": lambda o, b: o.pow(2).sum(),
+    "weighted": lambda o, b: (F.cross_entropy(o, b["y"], reduction="none") * b["w"]).sum() / b["w"].sum(),
+    "no rows": lambda o, b: F.cross_entropy(o @ b["prototypes"].t(), (b["y"] > 0).long()),
+}
+
+
+def trained(loss: Any, mesh: str, accumulate: int, **options: Any) -> tuple[list[float], dict[str, float]]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
+    step = mw.compile(
+        model,
+        loss=loss,
+        example=example(),
+        optimizer=torch.optim.SGD(model.parameters(), 0.5, momentum=0.9),
+        mesh=mesh,
+        forward=lambda m, b: m(b["x"]),
+        accumulate=accumulate,
+        **options,
+    )
+    losses = [step(example()).item() for _ in range(3)]
+    return losses, {name: float(value) for name, value in step.metrics.items()}
+
+
+@pytest.mark.parametrize("mesh", ["", "dp=2", "fsdp=2", "tp=2", "pp=2", "fsdp=2,tp=2"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_microbatches_change_nothing(mesh: str, name: str) -> None:
+    whole, metrics = trained(LOSSES[name], mesh, 1)
+    for number in (2, 4):
+        losses, own = trained(LOSSES[name], mesh, number, clip_grad_norm=1e9)
+        assert losses == pytest.approx(whole, rel=1e-12, abs=1e-12)
+        assert {n: own[n] for n in metrics} == pytest.approx(metrics, abs=1e-12)
+
+
+def test_zero_and_an_argument_of_a_call() -> None:
+    whole, _ = trained(LOSSES["weighted"], "dp=2", 1)
+    for stage in (mw.Plan.zero1("dp"), mw.Plan.zero2("dp")):
+        assert trained(LOSSES["weighted"], "dp=2", 4, plan=stage)[0] == pytest.approx(whole, rel=1e-12, abs=1e-12)
+    torch.manual_seed(1)
+    model = nn.Linear(5, CLASSES).double()
+    twin = copy.deepcopy(model)
+    steps = [
+        mw.compile(
+            each,
+            loss=LOSSES["metrics"],
+            example=example(),
+            optimizer=torch.optim.AdamW(each.parameters()),
+            mesh="fsdp=2",
+            forward=lambda m, b: m(b["x"]),
+        )
+        for each in (model, twin)
+    ]
+    for number in (1, 2, 4, 2):
+        assert steps[0](example(), accumulate=number).item() == pytest.approx(steps[1](example()).item(), abs=1e-12)
+        assert len(steps[0]._compiled.variants.all) <= 3
+
+
+def test_what_couples_microbatches_is_a_warning_or_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    def coupled(out: Tensor, batch: Batch) -> Tensor:
+        return out.exp().mean().log()
+
+    with caplog.at_level(logging.WARNING, "meshweave"):
+        losses, _ = trained(coupled, "dp=2", 2)
+    assert "accumulate=2 loss, metrics and gradients are means over microbatches" in caplog.text
+    assert "test_microbatches.py" in caplog.text
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, CLASSES)).double()
+    halves = [coupled(model(x), {}).item() for x in example()["x"].chunk(2)]
+    assert losses[0] == pytest.approx(sum(halves) / 2)
+    with pytest.raises(mw.CaptureError, match="means over microbatches") as error:
+        trained(coupled, "dp=2", 2, run=mw.RunOptions(exact_microbatches=True))
+    assert "test_microbatches.py" in str(error.value)
+
+
+def test_numbers_of_rows_are_an_error_that_names_the_entry() -> None:
+    with pytest.raises(mw.PlanError, match="a microbatch has only some rows") as error:
+        trained(lambda o, b: (o - o[b["partner"]]).square().mean(), "dp=2", 2)
+    assert "'partner'" in str(error.value)
