@@ -69,7 +69,7 @@ def test_microbatches_change_nothing(mesh: str, name: str) -> None:
     for number in (2, 4):
         losses, own = trained(LOSSES[name], mesh, number, clip_grad_norm=1e9)
         assert losses == pytest.approx(whole, rel=1e-12, abs=1e-12)
-        assert {n: own[n] for n in metrics} == pytest.approx(metrics, abs=1e-12)
+        assert {n: own[n] for n in metrics} == pytest.approx(metrics, rel=1e-12, abs=1e-12)
 
 
 def test_zero_and_an_argument_of_a_call() -> None:

@@ -48,7 +48,7 @@ def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
         if kind == "buffer" and node is not sources[kind, name]:
             raise NoCutError("forward changes a buffer in each microbatch", got=name, where=str(origin_of(node)))
     ahead = _ahead(step, cut) if cut.ahead else None
-    return Microbatches(_Writer(step, cut).run(), ahead)
+    return Microbatches(_MicrobatchWriter(step, cut).run(), ahead)
 
 
 def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
@@ -70,7 +70,7 @@ def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _MicrobatchWriter:
     step: StepGraph
     cut: CutOverTime
     graph: fx.Graph = field(default_factory=fx.Graph)

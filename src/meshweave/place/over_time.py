@@ -56,14 +56,14 @@ class CutOverTime:
 def cut_over_time(step: StepGraph, microbatches: int) -> CutOverTime:
     """Cut the batch of a captured step, whose entries have the rows of all microbatches. Raises RuleError for an op
     without a rule."""
-    return _Cut(step, Mesh(f"{TIME}={microbatches}"), tied_rows(step)).run()
+    return _TimeCut(step, Mesh(f"{TIME}={microbatches}"), tied_rows(step)).run()
 
 
 def tied_rows(step: StepGraph) -> frozenset[str]:
     """The entries of the batch whose first dim has the rows of the batch: the loops of ops in forward and loss tie it
     to the first dim of others. Of several sets of tied entries that with the most."""
     num_rows = batch_size(item.spec.shape for item in step.inputs if item.kind == "batch")
-    loops = _Loops()
+    loops = _TiedLoops()
     for node in step.graph.nodes:
         if is_op(node) and origin_of(node).phase in ("prepare", "forward", "loss"):
             loops.tie(row_for(node).rule(node), [*tensor_inputs(node), *results_of(node)])
@@ -79,7 +79,7 @@ Place = tuple[fx.Node, int]  # a dim of a value
 
 
 @dataclass(slots=True)
-class _Loops:
+class _TiedLoops:
     """Dims that ops loop over together, as trees."""
 
     parents: dict[Place, Place] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class _Loops:
 
 
 @dataclass(slots=True)
-class _Cut:
+class _TimeCut:
     step: StepGraph
     mesh: Mesh
     rows: frozenset[str]
