@@ -106,10 +106,21 @@ def test_evaluation_leaves_the_teacher_alone_and_a_checkpoint_holds_it(tmp_path:
     assert model.teacher[0].weight.abs().max() < 0.2 * before.abs().max()
 
 
+class Scales(nn.Linear):
+    """A trained parameter that forward scales."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm())
+        return super().forward(x)
+
+
 def test_microbatches_and_memory_that_is_shared_are_errors() -> None:
     data = batches(1, (4, 4), (4, 4))
-    with pytest.raises(CaptureError, match="accumulate=1"):
-        assert_equals_eager(Teaches(WRITES["lerp_"]), data, accumulate=2)
+    for model in (Teaches(WRITES["lerp_"]), Scales(4, 4)):
+        assert_equals_eager(copy.deepcopy(model), data)
+        with pytest.raises(CaptureError, match="accumulate=1, with which"):
+            assert_equals_eager(model, data, accumulate=2)
 
     def share(teacher: nn.Parameter, student: nn.Parameter) -> None:
         teacher.data = student.data

@@ -13,7 +13,9 @@ import pytest
 import torch
 from tests import models
 from tests.models import Made, hugging_face
-from torch import nn
+from tests.training import mse
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import meshweave as mw
 from meshweave.interop import inductor
@@ -117,6 +119,37 @@ def test_compiled_regions_train_as_ops_do(name: str, mesh: str, options: dict[st
     assert not step.session.compiler.notes
     batch = MODELS[name]()[1]
     assert float(step.evaluate(batch)) == pytest.approx(float(eager.evaluate(batch)), rel=1e-2 if is_narrow else 1e-5)
+
+
+class Viewed(nn.Module):
+    """Parameters that are read through views alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.pair = nn.Parameter(torch.randn(64)), nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = self.pair.chunk(2)
+        return F.gelu((x @ self.wide.reshape(8, 8)) * low + high).sigmoid() * high.unsqueeze(0)
+
+
+@pytest.mark.slow_rows("kept")
+@pytest.mark.parametrize("plan", [mw.Plan.zero1("dp"), mw.Plan.fsdp("dp") + mw.Plan.keep("*")], ids=["zero1", "kept"])
+def test_microbatches_share_what_views_are_of(plan: mw.Plan) -> None:
+    """A region repeats the views that it reads, so later microbatches need what these are views of."""
+    trained = []
+    for backend in ("eager", "inductor"):
+        torch.manual_seed(0)
+        model, batch = Viewed(), {"x": torch.randn(12, 8), "y": torch.randn(12, 8)}
+        optimizer, run = torch.optim.SGD(model.parameters(), lr=0.1), mw.RunOptions(backend=backend)
+        step = mw.compile(
+            model, loss=mse, example=batch, optimizer=optimizer, mesh="dp=2", plan=plan, accumulate=3, run=run
+        )
+        step(batch)
+        assert bool(num_regions(step)) == (backend == "inductor")
+        trained.append(step.parameters())
+    for name, value in trained[0].items():
+        torch.testing.assert_close(trained[1][name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

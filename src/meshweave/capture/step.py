@@ -163,9 +163,9 @@ class CaptureOptions:
             raise PlanError("the seed is not an integer", where="seed=", got=repr(self.seed), expected="such as 0")
 
 
-_FROZEN_AND_ACCUMULATED = (
-    "accumulate=1, with which a frozen parameter may be changed by forward; or keep the average in buffers; or update "
-    "it between steps (torch.optim.swa_utils.AveragedModel)"
+_WRITTEN_AND_ACCUMULATED = (
+    "accumulate=1, with which a parameter may be changed by forward; or change it between steps; or keep an average in "
+    "buffers, or in torch.optim.swa_utils.AveragedModel"
 )
 _RESERVED = ("loss", "grad_norm", "loss_scale", "skipped_steps")  # names of numbers that every step has
 _MOST_TRACES = 8  # constants may be nested: each trace finds another layer of those that are written
@@ -376,8 +376,10 @@ class _StepRun:
         self.frozen = {n for n in self.leaves if not wanted[n] and self.tensors[n] is self.leaves[n]}
         kept = [n for n in self.leaves if options.accumulate > 1 or n not in trained | self.frozen]
         kept_storages = (storage for n in kept for storage in (self.storages[n], storage_of(self.leaves[n])))
-        frozen = {self.storages[n]: _FROZEN_AND_ACCUMULATED for n in self.frozen if options.accumulate > 1}
-        tracker.record.protected = {**dict.fromkeys(kept_storages, REGISTER), **frozen}
+        changeable = {
+            self.storages[n]: _WRITTEN_AND_ACCUMULATED for n in trained | self.frozen if options.accumulate > 1
+        }
+        tracker.record.protected = {**dict.fromkeys(kept_storages, REGISTER), **changeable}
         known = (*source.model.named_parameters(), *source.model.named_buffers())
         # the first run may have given the model a new buffer
         own = [(t, self.tensors[n]) for n, t in known if n in self.tensors]

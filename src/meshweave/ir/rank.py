@@ -11,6 +11,7 @@ are sub-meshes): the axes of `meshes[i]` are then written `m{i}.dp`, in groups, 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,12 +23,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.ir.aliases import is_view_op
 from meshweave.ir.graph import Input, NamedGraph, Spec, copied_graph, graph_text, is_prepared
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.pieces import nested_chunk
 from meshweave.ir.routes import Routes, routes, routes_within
-from meshweave.ir.traits import VIEWS
 
 Coordinates = Mapping[str, int]
 
@@ -114,9 +115,14 @@ def prepared_values(graph: fx.Graph) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         if node.op == "call_function" and node.target not in SYMBOLS and is_prepared(node):
             is_read = any(not is_prepared(user) for user in node.users)
-            if is_read or any(user in values and user.target in VIEWS for user in node.users):
+            if is_read or any(user in values and _is_view(user) for user in node.users):
                 values.add(node)
     return values
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node may return a view of its operand."""
+    return is_view_op(node.all_input_nodes[0].target if node.target is operator.getitem else node.target)
 
 
 @dataclass(frozen=True, slots=True)
