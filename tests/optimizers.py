@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import meshweave as mw
 
 
 class Lion(torch.optim.Optimizer):
@@ -36,6 +39,20 @@ class Lion(torch.optim.Optimizer):
                 p.add_(update.sign_(), alpha=-group["lr"])
                 state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
+
+def lion(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    mean = state["exp_avg"]
+    change = (mean * n["beta1"] + grad * n["rest1"]).sign()
+    return param * n["shrink"] + change * n["size"], {"exp_avg": mean * n["beta2"] + grad * n["rest2"]}
+
+
+def lion_numbers(o: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    beta1, beta2 = o["betas"]
+    numbers = {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2, "size": -o["lr"]}
+    return numbers | {"shrink": 1 - o["lr"] * o["decay"]}, {"count": kept.get("count", 0) + 1}
+
+
+mw.register_update(Lion, lion, lion_numbers, {"exp_avg": 0.0})
 
 # Name of a class -> its options in the first, second and third group.
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshweave.capture.step import LossScale, Precision
+from meshweave.capture.updates import register_update
 from meshweave.compile import compile
 from meshweave.cost.hardware import AlphaBeta, MachineProfile, load_profile
 from meshweave.cost.simulate.result import Simulation
@@ -73,6 +74,7 @@ __all__ = [
     "plan_move",
     "reduction",
     "register_rule",
+    "register_update",
     "repartition",
     "replicate",
     "shard_in_graph",

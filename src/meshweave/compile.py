@@ -246,8 +246,8 @@ def compile(
     example: dict, tuple, list or dataclass of tensors, or a nest of them, with the global shapes (see `batch`) and
         dtypes of every batch. The model is called with the keys (fields) that its forward names, or with the leading
         items of a tuple; `forward(model, batch)` says otherwise.
-    optimizer: any optimizer whose step() updates each parameter by its gradient and state: those of torch.optim except
-        LBFGS and SparseAdam, subclasses, your own; or a list of several over disjoint parameters. Its param_groups are
+    optimizer: any but LBFGS and SparseAdam, or a list of several over disjoint parameters. Those of torch.optim are
+        part of the step; others, until `register_update` knows them, run their own step() after it. param_groups are
         read at every step, so schedulers work. Without one, the step computes loss and gradients.
     mesh, plan: "dp=2,tp=2", {"dp": 2, "tp": 2} or a Mesh; a `Plan`, or its text ("fsdp:dp+hf_tp:tp", a file). Without a
         plan the axes dp, fsdp, cp, tp and pp have their usual meaning.

@@ -53,7 +53,7 @@ bias: float32[2] = input
 batch_input: float32[4,3] = input
 batch_y: float32[4,2] = input
 scalar_draw: int64[] = input
-scalar_update0_0: float64[] = input
+scalar_update0_size: float64[] = input
 permute_default: float32[3,2] = aten.permute(weight, [1, 0])
 mm_default: float32[4,2] = aten.mm(batch_input, permute_default)
 add_tensor: float32[4,2] = aten.add.Tensor(mm_default, bias)
@@ -71,9 +71,9 @@ permute_default_1: float32[2,4] = aten.permute(mul_tensor, [1, 0])
 mm_default_1: float32[2,3] = aten.mm(permute_default_1, batch_input)
 sum_dim_int_list_1: float32[1,2] = aten.sum.dim_IntList(mul_tensor, [0], True)
 view_default: float32[2] = aten.view(sum_dim_int_list_1, [2])
-mul_tensor_1: float32[2,3] = aten.mul.Tensor(mm_default_1, scalar_update0_0)
+mul_tensor_1: float32[2,3] = aten.mul.Tensor(mm_default_1, scalar_update0_size)
 add_tensor_1: float32[2,3] = aten.add.Tensor(weight, mul_tensor_1)
-mul_tensor_2: float32[2] = aten.mul.Tensor(view_default, scalar_update0_0)
+mul_tensor_2: float32[2] = aten.mul.Tensor(view_default, scalar_update0_size)
 add_tensor_2: float32[2] = aten.add.Tensor(bias, mul_tensor_2)
 return [div_tensor, mm_default_1, view_default, add_tensor_1, add_tensor_2]
 """
@@ -92,7 +92,7 @@ def test_the_text_of_a_step() -> None:
         ("batch", "input"),
         ("batch", "y"),
         ("scalar", "draw"),
-        ("scalar", "update0.0"),
+        ("scalar", "update0.size"),
     ]
 
 
@@ -247,7 +247,8 @@ def test_param_groups_have_their_own_options_and_rates() -> None:
     assert [n for kind, n in step.program.captured.outputs if kind == "state"] == ["momentum_buffer/up.weight"]
     spec = step.program.optimizer
     assert spec is not None
-    assert dict(spec.group_of) == {n: int(n != "up.weight") for n, _ in MLP().named_parameters()}
+    groups = {name: spec.kinds[k].group for name, k in spec.kind_of.items()}
+    assert groups == {n: int(n != "up.weight") for n, _ in MLP().named_parameters()}
 
 
 def test_a_parameter_outside_the_optimizer_has_a_gradient_and_stays() -> None:

@@ -52,7 +52,7 @@ bias: float32[1] = input
 batch_input: float32[2,3] = input
 batch_y: float32[2,2] = input
 scalar_draw: int64[] = input
-scalar_update0_0: float64[] = input
+scalar_update0_size: float64[] = input
 contiguous_default = aten.contiguous(weight)
 all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(contiguous_default, 2, fsdp)
 wait_tensor_default: float32[2,3] = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
@@ -80,9 +80,9 @@ def test_the_text_of_a_rank_graph() -> None:
     assert rest[0] == "wait_tensor_default_2: float32[] = _c10d_functional.wait_tensor(all_reduce_default)"
     assert not [line for line in rest[1:] if "all_reduce_default" in line]
     assert rest[-5:] == [
-        "mul_tensor_1: float32[1,3] = aten.mul.Tensor(wait_tensor_default_4, scalar_update0_0)",
+        "mul_tensor_1: float32[1,3] = aten.mul.Tensor(wait_tensor_default_4, scalar_update0_size)",
         "add_tensor_1: float32[1,3] = aten.add.Tensor(weight, mul_tensor_1)",
-        "mul_tensor_2: float32[1] = aten.mul.Tensor(reshape_default, scalar_update0_0)",
+        "mul_tensor_2: float32[1] = aten.mul.Tensor(reshape_default, scalar_update0_size)",
         "add_tensor_2: float32[1] = aten.add.Tensor(bias, mul_tensor_2)",
         "return [wait_tensor_default_2, wait_tensor_default_4, reshape_default, add_tensor_1, add_tensor_2]",
     ]

@@ -212,6 +212,25 @@ class Previous(torch.optim.Optimizer):
             p.add_(mean - 0.5 * before + 0.01 * state["weight"], alpha=-group["lr"])
 
 
+def previous(param: Tensor, grad: Tensor, state: Any, n: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    mean, before = state["mean"], state["before"]
+    if n["what"] == "exchanged":
+        mean, before = before, mean * 0.9 + grad
+    else:
+        before = mean.t() if param.dim() == 2 and n["what"] == "transposed" else mean
+        mean = mean * 0.9 + grad
+    new = param + (mean - 0.5 * before + 0.01 * param) * n["size"]
+    return new, {"mean": mean, "before": before, "weight": param}
+
+
+mw.register_update(
+    Previous,
+    previous,
+    lambda options, kept: ({"size": -options["lr"], "what": options["what"]}, {}),
+    dict.fromkeys(("mean", "before", "weight"), 0.0),
+)
+
+
 @pytest.mark.parametrize("what", ["kept", "exchanged", "transposed"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_an_optimizer_may_keep_the_previous_value_of_what_it_updates(what: str, backend: str) -> None:
@@ -246,6 +265,11 @@ class Decay(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.mul_(group["lr"])
+
+
+mw.register_update(
+    Decay, lambda p, grad, state, n: (p * n["lr"], {}), lambda options, kept: ({"lr": options["lr"]}, {}), {}
+)
 
 
 def test_gradients_that_no_update_uses_are_not_computed_in_regions() -> None:

@@ -261,6 +261,18 @@ def put_options(optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, A
                 group[key] = tuple(value) if isinstance(now, tuple) else value
 
 
+def numbers_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group, with numbers as floats."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return tuple(map(plain, value))
+        is_number = type(value) is int or (isinstance(value, Tensor) and value.numel() == 1)
+        return float(value) if is_number else value
+
+    return {key: plain(value) for key, value in group.items() if key != "params"}
+
+
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 

@@ -1,134 +1,94 @@
-"""The update, captured from the user's own optimizer: a graph for each kind of parameter, and the numbers of each step.
+"""The update, from the table of updates: a graph for each parameter, and the numbers of each step.
 
-`read_optimizer` traces the optimizer's `step()` on a copy (`optimizer_copy`): what it does to a parameter is a graph.
-Values that Python computes are not in the graph: before every update the tapes of their computation are replayed with
-the present options (`StepNumbers`); the numbers that are passed to ops are inputs of the graph.
+`read_optimizer` looks up the row of the optimizer's class (`updates.py`) and traces its function. What Python computes
+with options and step counts is not in the graph: `StepNumbers` computes it before every update, and the results are
+inputs of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
-from meshweave.capture.optimizer_copy import (
-    NumberPath,
-    OptimizerCopy,
-    OptimizerOptions,
-    ParameterState,
-    Place,
-    TracedStep,
-)
-from meshweave.capture.optimizer_graph import (
-    Outputs,
-    RunOp,
-    Values,
-    evaluate,
-    run_op,
-)
 from meshweave.capture.optimizer_groups import (
     check_callable,
     check_hooks,
     check_param,
+    name_of,
     names_by_id,
+    numbers_in,
+    parts_of,
 )
-from meshweave.capture.optimizer_tape import untraceable
-from meshweave.errors import OutdatedUpdate
-from meshweave.ir.graph import Spec
+from meshweave.capture.trace import fake_like, trace
+from meshweave.capture.tracer import Traced
+from meshweave.capture.updates import UpdateRule, update_of
+from meshweave.errors import CaptureError, OutdatedUpdate
+from meshweave.interop.fake import FakeTensorMode
+from meshweave.ir.graph import Spec, Specs, map_nodes, returned_values, wide_dtype
 
-aten = torch.ops.aten
-
-# The first steps are traced, and must do the same where they begin alike.
-_TRACED = 3
-# Steps whose numbers are computed in advance, so that other paths in them are in the graph from the start: RAdam
-# rectifies from the sixth step on.
-_AHEAD = 8
-_MOST_PATHS = 5
 _AGAIN = "step.save(path), compile again with it, step.load(path)"
 State = Mapping[str, Tensor]
+Switches = tuple[tuple[str, Any], ...]
+RunOp = Callable[[Any, tuple[Any, ...], dict[str, Any], Specs], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class PathNumbers:
-    """The numbers of a step that takes the path `index` of its kind: of its graph, and by slot."""
+class ParameterState:
+    """State of a parameter between steps: the slots that have tensors, and the optimizer's own numbers (counts)."""
 
-    index: int
-    numbers: Sequence[float]
-    fills: Mapping[str, complex]
-    kept: Mapping[str, Any]
+    tensors: frozenset[str] = frozenset()
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def shown(self) -> str:
+        """What distinguishes the states of two parameters of a group."""
+        numbers = {k: v.item() if isinstance(v, Tensor) else v for k, v in self.numbers.items()}
+        return f"{sorted(self.tensors)} {sorted(numbers.items())}"
 
-def numbers_of(paths: Iterable[NumberPath], start: ParameterState, options: Mapping[Place, Any]) -> PathNumbers | None:
-    """The numbers of a step that begins with state `start`; None if it takes none of the paths."""
-    form = start.form
-    for index, path in enumerate(paths):
-        if path.start == form and (results := path.replay(options, start.numbers)) is not None:
-            numbers, fills, kept = results
-            by_slot = dict(zip(path.fills, fills, strict=True)), dict(zip(path.kept, kept, strict=True))
-            return PathNumbers(index, numbers, *by_slot)
-    return None
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The state as the function of a row takes it."""
+        return {**dict.fromkeys(self.tensors, True), **self.numbers}
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateKind:
-    """What the optimizer does to some parameters of the same group, shape and dtype.
+    """What the optimizer does to parameters of a group that have the same slots and have taken the same steps.
 
-    `slots`: their state tensors; `paths`: the possible steps, and `variants`: the variant of the graph that each takes;
-    `num_numbers`: how many numbers the longest path has; `kept`: the optimizer's own numbers after the first step.
+    `switches` and `numbers`: what a step takes (`register_update`); `kept`: the numbers that a first step leaves.
     """
 
     group: int
-    slots: Mapping[str, Spec]
-    paths: tuple[NumberPath, ...]
-    variants: tuple[int, ...]
-    num_numbers: int
-    outputs: Outputs
+    rule: UpdateRule
+    switches: Switches
+    numbers: tuple[str, ...]
     kept: Mapping[str, Any]
-
-    @property
-    def num_variants(self) -> int:
-        return 1 + max(self.variants)
-
-    @property
-    def num_inputs(self) -> int:
-        return self.num_numbers + self.num_variants - 1
-
-    def inputs_of(self, step: PathNumbers) -> list[float]:
-        """The input numbers in a step: those of its path, with 1 for numbers that the path lacks; and for each variant
-        but the last whether it is taken."""
-        variant = self.variants[step.index]
-        numbers = [*map(float, step.numbers), *[1.0] * (self.num_numbers - len(step.numbers))]
-        return numbers + [float(v == variant) for v in range(self.num_variants - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """What an optimizer does to each parameter. `kind_of` maps a parameter's name to its index in `kinds`, `leaders`
-    maps each kind to the first kind with the same numbers in each step. `forms` are those of the optimizer's options
-    (`OptimizerOptions.forms`)."""
+    """What an optimizer does to each parameter. `kind_of` maps a parameter's name to its index in `kinds`."""
 
     name: str
     kinds: tuple[UpdateKind, ...]
-    leaders: tuple[int, ...]
-    forms: Mapping[Place, Any] = field(hash=False)
     kind_of: Mapping[str, int] = field(hash=False)
-    group_of: Mapping[str, int] = field(hash=False)
+    params: Mapping[str, Spec] = field(hash=False)
+    _slots: Mapping[str, Mapping[str, Spec]] = field(hash=False)
 
     def slots(self, name: str) -> Mapping[str, Spec]:
         """The state tensors of parameter `name`."""
-        return self.kinds[self.kind_of[name]].slots
+        return self._slots[name]
 
     def numbers(self) -> list[str]:
-        """Names of the numbers that a step takes: kind of update, and index among its numbers."""
-        return [f"update{k}.{i}" for k in sorted({*self.leaders}) for i in range(self.kinds[k].num_inputs)]
-
-    def members(self, leader: int) -> list[str]:
-        """The parameters whose numbers are those of a kind."""
-        return [name for name, k in self.kind_of.items() if self.leaders[k] == leader]
+        """Names of the numbers that a step takes: kind of update, and name of the number."""
+        return [f"update{k}.{number}" for k, kind in enumerate(self.kinds) for number in kind.numbers]
 
     def update(
         self,
@@ -137,27 +97,91 @@ class OptimizerSpec:
         grad: Any,
         state: Mapping[str, Any],
         numbers: Mapping[str, Any],
-        call: RunOp = run_op,
+        call: RunOp = lambda target, args, kwargs, spec: target(*args, **kwargs),
     ) -> tuple[Any, dict[str, Any]]:
         """A step: the new parameter and its new state. Nothing is written in place.
 
         Values are tensors, or whatever `call` returns for ops. `numbers` are 0-dim float64, by the names of
         `numbers()`.
         """
-        index = self.kind_of[name]
+        index, slots = self.kind_of[name], self.slots(name)
         kind = self.kinds[index]
-        inputs: dict[Any, Any] = {("param", ""): param, ("grad", ""): grad}
-        inputs |= {("state", slot): value for slot, value in state.items()}
-        inputs |= {i: numbers[f"update{self.leaders[index]}.{i}"] for i in range(kind.num_inputs)}
-        results = evaluate(kind.outputs, inputs.__getitem__, call)
-        return results["param", ""], {key[1]: value for key, value in results.items() if key[0] == "state"}
+        traced = _traced(kind.rule, kind.switches, kind.numbers, self.params[name], tuple(slots.items()))
+        inputs = [param, grad, *(state[slot] for slot in slots), *(numbers[f"update{index}.{n}"] for n in kind.numbers)]
+        new, *rest = _evaluated(traced.graph, inputs, call)
+        return new, dict(zip(slots, rest, strict=True))
 
 
-def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[int, str]) -> OptimizerSpec:
+def _evaluated(graph: fx.Graph, inputs: Sequence[Any], call: RunOp) -> list[Any]:
+    """The results of a graph."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    env = dict(zip(placeholders, inputs, strict=True))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            env[node] = call(node.target, *map_nodes(node, env.__getitem__), node.meta["spec"])
+    return [env[node] for node in returned_values(graph)]
+
+
+@lru_cache(maxsize=1 << 10)
+def _traced(
+    rule: UpdateRule, switches: Switches, names: tuple[str, ...], param: Spec, slots: tuple[tuple[str, Spec], ...]
+) -> Traced:
+    """The graph of a row: (param, grad, *state, *numbers) -> (param, *state). CaptureError for a function that fails,
+    that uses tensors of its own, or whose results are of another form."""
+    where = f"{rule.function.__module__}.{rule.function.__qualname__}, for a parameter {param}"
+
+    def function(_: Any, *flat: Tensor) -> list[Tensor]:
+        own, rest = flat[: 2 + len(slots)], flat[2 + len(slots) :]
+        wide, grad, *state = map(_widened, own)
+        numbers = {"dtype": param.dtype, **dict(switches)}
+        # of two tensors without dims the wider dtype would win
+        numbers |= zip(names, rest if wide.dim() else [x.to(wide.dtype) for x in rest], strict=True)
+        with torch.no_grad():
+            new, after = rule.function(wide, grad, dict(zip((slot for slot, _ in slots), state, strict=True)), numbers)
+        got = {"the parameter": new.shape, **{slot: x.shape for slot, x in after.items()}}
+        expected = {"the parameter": wide.shape, **{s: x.shape for (s, _), x in zip(slots, state, strict=True)}}
+        if got != expected:
+            raise CaptureError("an update returns other tensors", where=where, got=str(got), expected=str(expected))
+        results = [new, *(after[slot] for slot, _ in slots)]
+        return [_narrowed(x, like.dtype) for x, like in zip(results, (own[0], *own[2:]), strict=True)]
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    specs = [param, param, *(spec for _, spec in slots), *[Spec((), torch.float64)] * len(names)]
+    traced = trace(function, [fake_like(mode, torch.empty(s.shape, dtype=s.dtype, device="meta")) for s in specs])
+    if traced.constants:
+        raise CaptureError("an update uses a tensor of its own", where=where, expected="a number, or a slot of state")
+    return traced
+
+
+def _widened(x: Tensor) -> Tensor:
+    """A tensor as a row takes it: real, of at least 32 bits."""
+    return torch.view_as_real(x) if x.is_complex() else x.to(wide_dtype(x.dtype))
+
+
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.view_as_complex(x.contiguous()) if dtype.is_complex else x.to(dtype)
+
+
+def _slots_of(rule: UpdateRule, options: Mapping[str, Any], param: Spec) -> dict[str, tuple[Spec, complex]]:
+    """The tensors of a parameter's state, and the value with which each begins."""
+    slots: dict[str, tuple[Spec, complex]] = {}
+    for slot, first in rule.state(options, param.shape).items():
+        fill, shape = first if isinstance(first, tuple) else (first, param.shape)
+        slots[slot] = Spec(shape, param.dtype), complex(fill, fill) if param.dtype.is_complex else fill
+    return slots
+
+
+def _split(values: Mapping[str, Any]) -> tuple[Switches, dict[str, float]]:
+    """The switches and the numbers of a step."""
+    numbers = {name: x for name, x in values.items() if isinstance(x, float)}
+    return tuple((name, x) for name, x in values.items() if name not in numbers), numbers
+
+
+def read_optimizer(optimizer: Optimizer, names: nn.Module | Mapping[int, str]) -> OptimizerSpec:
     """Read `optimizer`. `names` is the model, or a map from id(parameter) to its name.
 
     Raises PlanError for an optimizer whose step needs a closure, hooks, and parameters that the
-    model lacks; CaptureError, with the line, for a step that cannot be traced.
+    model lacks; CaptureError for an optimizer without a row in the table of updates.
     """
     check_callable(optimizer)
     check_hooks(optimizer)
@@ -165,86 +189,37 @@ def read_optimizer(optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[
     for index, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
             check_param(p, named, optimizer, index)
-    own = OptimizerCopy(optimizer, named)
-    states = {named[id(p)]: state for p, state in optimizer.state.items() if state and id(p) in named}
-    fresh = own.trace({name: ParameterState() for name in own.trained()})
-    starts = {name: kept_of(states.get(name, {}), step.after) for name, step in fresh.items()}
-    is_fresh = all(start == ParameterState() for start in starts.values())
-    steps = _ahead(own, starts, fresh if is_fresh else own.trace(starts))
     kinds: dict[Any, UpdateKind] = {}
-    kind_of: dict[str, int] = {}
-    for name, (paths, slots) in steps.items():
-        at, shown = own.group_of[name], starts[name].shown
-        outputs = tuple((id(path.path), tuple(path.outputs.items())) for path in paths)
-        key = at, own.params[name].dtype, repr(slots), outputs, shown
-        if key not in kinds:
-            kinds[key] = _kind(own.values, at, paths, slots, fresh[name].after.numbers)
-        kind_of[name] = [*kinds].index(key)
-    unique = tuple(kinds.values())
-    alike = [(kind.group, kind.paths, kind.variants, key[-1]) for key, kind in kinds.items()]
-    leaders = tuple(alike.index(same) for same in alike)
-    groups = MappingProxyType({name: own.group_of[name] for name in kind_of})
-    return OptimizerSpec(own.name, unique, leaders, own.options.forms, MappingProxyType(kind_of), groups)
+    kind_of, params, slots = dict[str, int](), dict[str, Spec](), dict[str, Mapping[str, Spec]]()
+    for index, (group, rule) in enumerate(zip(optimizer.param_groups, _rules(optimizer), strict=True)):
+        options = numbers_in(group)
+        for p in (p for p in group["params"] if p.requires_grad):
+            name, spec = named[id(p)], Spec(tuple(p.shape), p.dtype)
+            params[name] = spec
+            slots[name] = {slot: own for slot, (own, _) in _slots_of(rule, options, spec).items()}
+            start = kept_of(optimizer.state.get(p, {}), slots[name])
+            key = index, start.shown, tuple(slots[name])
+            if key not in kinds:
+                switches, numbers = _split(rule.numbers(options, start.kept)[0])
+                kinds[key] = UpdateKind(index, rule, switches, tuple(numbers), rule.numbers(options, {})[1])
+            kind_of[name] = [*kinds].index(key)
+    maps = MappingProxyType(kind_of), MappingProxyType(params), MappingProxyType(slots)
+    return OptimizerSpec(name_of(optimizer), tuple(kinds.values()), *maps)
 
 
-def _ahead(
-    own: OptimizerCopy, starts: Mapping[str, ParameterState], steps: Mapping[str, TracedStep]
-) -> dict[str, tuple[list[TracedStep], Mapping[str, Spec]]]:
-    """By parameter, the different steps that it takes next, and its state tensors. A step is traced unless all
-    parameters take known paths."""
-    known: dict[str, list[TracedStep]] = {name: [] for name in starts}
-    options = own.options.numbers
-    for i in range(_AHEAD):
-        numbers = {
-            name: numbers_of([step.path for step in known[name]], start, options) for name, start in starts.items()
-        }
-        if i and (i < _TRACED or None in numbers.values()):
-            steps = own.trace(starts)
-        for name in starts if i < _TRACED or None in numbers.values() else ():
-            taken, step = numbers[name], steps[name]
-            if taken is None:
-                known[name].append(step)
-            elif not known[name][taken.index].equals(step):
-                raise untraceable(
-                    "the optimizer does something else in a step than in an equal step before", name, own.name
-                )
-            others = [path for path in known[name][:-1] if path.path.start == known[name][-1].path.start]
-            is_exact = any(path.path.replay.differs_exactly(known[name][-1].path.replay) for path in others)
-            if is_exact or len(known[name]) > _MOST_PATHS:
-                raise untraceable(
-                    "step() takes another path from step to step: int(), math or many branches", name, own.name
-                )
-        starts = {
-            name: ParameterState(known[name][taken.index].after.tensors, taken.kept)
-            if taken is not None
-            else steps[name].after
-            for name, taken in numbers.items()
-        }
-    return {name: (paths, starts[name].tensors) for name, paths in known.items()}
-
-
-def _kind(
-    values: Values, group: int, steps: Sequence[TracedStep], slots: Mapping[str, Spec], kept: Mapping[str, Any]
-) -> UpdateKind:
-    """The kind of a parameter that takes these steps."""
-    variants: list[Outputs] = []
-    for step in steps:
-        if step.outputs not in variants:
-            variants.append(step.outputs)
-    paths, taken = tuple(step.path for step in steps), tuple(variants.index(step.outputs) for step in steps)
-    num_numbers = max(len(path.replay.results[0]) for path in paths)
-    return UpdateKind(group, dict(slots), paths, taken, num_numbers, _merged(values, variants, num_numbers), kept)
-
-
-def _merged(values: Values, variants: Sequence[Outputs], num_numbers: int) -> Outputs:
-    """The outputs of an update in all variants. Each number is that of the variant which is taken. A slot that a
-    variant lacks has the value that the variant leaves there."""
-    result = variants[-1]
-    for v, outputs in reversed(list(enumerate(variants[:-1]))):
-        number = values.input(num_numbers + v, Spec((), torch.float64))
-        is_taken = values.op(aten.ne.Scalar, (number, 0), (), Spec((), torch.bool))
-        result = {k: values.merge(is_taken, outputs.get(k, result[k]), result[k]) for k in result}
-    return result
+def _rules(optimizer: Optimizer) -> list[UpdateRule]:
+    """The row of each group. CaptureError for an optimizer without one."""
+    rules: list[UpdateRule] = []
+    for part in parts_of(optimizer):
+        rule, cls = update_of(part), type(part).__name__
+        if rule is None:
+            raise CaptureError(
+                "no update is registered for its class",
+                where=f"mw.register_update({cls}, ...) gives it a compiled update",
+                got=f"{type(part).__module__}.{cls}",
+            )
+        rules += [rule] * len(part.param_groups)
+    return rules
 
 
 def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,20 +232,14 @@ def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def kept_of(state: Mapping[str, Any], fresh: ParameterState) -> ParameterState:
-    """A parameter's state in the optimizer, in the form in which its step keeps it. `fresh`: what a first step
-    leaves."""
-    tensors: dict[str, Spec] = {}
-    numbers: dict[str, Any] = {}
-    for slot, value in state.items():
-        is_tensor = (
-            isinstance(value, Tensor) and slot not in fresh.numbers and (slot in fresh.tensors or value.numel() != 1)
-        )
-        if is_tensor:
-            tensors[slot] = Spec(tuple(value.shape), value.dtype)
-        elif value is not None:
-            numbers[slot] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-    return ParameterState(tensors, numbers)
+def kept_of(state: Mapping[str, Any], slots: Container[str]) -> ParameterState:
+    """A parameter's state in the optimizer, of which `slots` are tensors."""
+    numbers = {
+        slot: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+        for slot, value in state.items()
+        if slot not in slots and value is not None and not (isinstance(value, Tensor) and value.numel() != 1)
+    }
+    return ParameterState(frozenset(s for s, value in state.items() if s in slots and value is not None), numbers)
 
 
 def resting_state(
@@ -294,43 +263,32 @@ def _is_of_elements(slot: str, value: Tensor, param: Tensor) -> bool:
 
 
 class StepNumbers:
-    """The numbers of each step, and what the optimizer's own code keeps between steps, for every parameter.
+    """The numbers of each step, and what the optimizer itself keeps between steps, for every parameter.
 
     `next()` computes them from the present options, once for all parameters that have the same numbers; `commit()`
     records that the step was taken. Parameters that a step does not update (the loss of its program does not use them)
     keep their values. `stepped` are those that have taken a step which left state.
     """
 
-    def __init__(
-        self, spec: OptimizerSpec, optimizer: torch.optim.Optimizer, names: nn.Module | Mapping[int, str]
-    ) -> None:
+    def __init__(self, spec: OptimizerSpec, optimizer: Optimizer, names: nn.Module | Mapping[int, str]) -> None:
         named = names_by_id(names)
         self.spec, self._optimizer = spec, optimizer
-        self._named = {named[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        self._members = {k: spec.members(k) for k in spec.leaders}
+        self._params = {named[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+        self._members = [[name for name, k in spec.kind_of.items() if k == i] for i in range(len(spec.kinds))]
         self._kept: dict[str, ParameterState] = {}
+        self._after: dict[str, ParameterState] = {}
         self.stepped: set[str] = set()
         self.read()
 
     def read(self) -> None:
-        """Continue from the optimizer's present state."""
-        state = self._optimizer.state
-        self._begin_with({n: kept_of(state.get(p, {}), self._leaves(n)) for n, p in self._named.items()})
-
-    def _leaves(self, name: str) -> ParameterState:
-        """The state that a first step of a parameter leaves."""
-        kind = self.spec.kinds[self.spec.kind_of[name]] if name in self.spec.kind_of else None
-        return ParameterState(kind.slots, kind.kept) if kind is not None else ParameterState()
-
-    def _begin_with(self, kept: Mapping[str, ParameterState]) -> None:
-        """Parameters of the same kind with the same numbers share them from now on."""
+        """Continue from the optimizer's present state. Parameters of the same kind with the same numbers share them
+        from now on."""
         known: dict[Any, ParameterState] = {}
-        self._kept = {n: known.setdefault((k, kept[n].shown), kept[n]) for n, k in self._leaders()}
-        self._after: dict[str, ParameterState] = {}
+        self._after = {}
+        for name, kind in self.spec.kind_of.items():
+            own = kept_of(self._optimizer.state.get(self._params[name], {}), self.spec.slots(name))
+            self._kept[name] = known.setdefault((kind, own.shown), own)
         self.stepped = {name for name, own in self._kept.items() if own.tensors or own.numbers}
-
-    def _leaders(self) -> Iterable[tuple[str, int]]:
-        return ((name, k) for k, names in self._members.items() for name in names)
 
     def next(self, updated: Collection[str] | None = None) -> tuple[dict[str, float], dict[tuple[str, str], complex]]:
         """The numbers of the next step, which updates the parameters `updated` (None: all), by name; and by slot and
@@ -339,34 +297,36 @@ class StepNumbers:
         Raises OutdatedUpdate if the optimizer would do something else than what was captured: because of other options,
         or because parameters have since taken different numbers of steps where a single number was captured for them.
         """
-        numbers: dict[str, float] = {}
+        results: dict[str, float] = {}
         fills: dict[tuple[str, str], complex] = {}
-        options, self._after = OptimizerOptions.of(self._optimizer), {}
-        if options.forms != self.spec.forms:
-            raise self._other_options(options)
-        for k, members in self._members.items():
-            kind = self.spec.kinds[k]
+        self._after = {}
+        groups = [numbers_in(group) for group in self._optimizer.param_groups]
+        for k, (kind, members) in enumerate(zip(self.spec.kinds, self._members, strict=True)):
             names = members if updated is None else [name for name in members if name in updated]
-            step = numbers_of(kind.paths, self._kept_by_all(names or members[:1]), options.numbers)
-            if step is None:
-                raise self._changed(
-                    f"param_groups[{kind.group}], parameter {(names or members)[0]}",
-                    "other operations in step(): an option was switched on or off (0 and nonzero differ)",
-                )
-            self._after |= dict.fromkeys(names, ParameterState(kind.slots, step.kept))
-            numbers |= {f"update{k}.{i}": x for i, x in enumerate(kind.inputs_of(step))}
-            fills |= {(slot, name): x for slot, x in step.fills.items() for name in names}
-        return numbers, fills
+            before, options = self._kept_by_all(names or members[:1]), groups[kind.group]
+            values, kept = kind.rule.numbers(options, before.kept)
+            switches, numbers = _split(values)
+            if switches != kind.switches or tuple(numbers) != kind.numbers:
+                raise self._changed(kind, dict(switches))
+            results |= {f"update{k}.{number}": x for number, x in numbers.items()}
+            for name in names:
+                slots = self.spec.slots(name)
+                if slots.keys() != before.tensors:
+                    first = _slots_of(kind.rule, options, self.spec.params[name])
+                    fills |= {(slot, name): first[slot][1] for slot in slots if slot not in before.tensors}
+            after = ParameterState(frozenset(self.spec.slots(members[0])), kept)
+            self._after |= dict.fromkeys(names, after)
+        return results, fills
 
-    def _other_options(self, options: OptimizerOptions) -> OutdatedUpdate:
-        before, now = self.spec.forms, options.forms
-        place = next(
-            place
-            for place in {**before, **now}
-            if place not in now or place not in before or before[place] != now[place]
-        )
-        return self._changed(
-            f"{place[0]} {place[1]}", f"{place[2]}: {before.get(place)!r} has become {now.get(place)!r}"
+    def _changed(self, kind: UpdateKind, now: Mapping[str, Any]) -> OutdatedUpdate:
+        before = dict(kind.switches)
+        other = next((name for name in {**before, **now} if before.get(name) != now.get(name)), "")
+        return OutdatedUpdate(
+            "the optimizer's options require another update than the compiled one",
+            where=f"{self.spec.name}, param_groups[{kind.group}]",
+            got=f"an option was switched on or off (0 and nonzero differ): '{other}', then {before.get(other)!r}",
+            expected="the operations of the step that was compiled; numbers may change",
+            hint=_AGAIN,
         )
 
     def _kept_by_all(self, names: Collection[str]) -> ParameterState:
@@ -378,7 +338,7 @@ class StepNumbers:
                 "parameters have taken different numbers of steps since the step was compiled",
                 where=f"state of the optimizer {self.spec.name}: {', '.join(sorted(distinct.values()))}",
                 got=" and ".join(shown),
-                expected="the same number of steps for all parameters of a group and shape",
+                expected="the same number of steps for all parameters of a group",
                 hint=_AGAIN,
             )
         return self._kept[next(iter(names))]
@@ -389,19 +349,9 @@ class StepNumbers:
         self.stepped.update(name for name, after in self._after.items() if after.tensors or after.numbers)
         self._after = {}
 
-    def kept(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """What the optimizer's code keeps for some parameters beside their tensors, in its own form."""
-        wanted = {*names}
-        return {name: dict(kept.numbers) for name, kept in self._kept.items() if name in wanted}
-
-    def _changed(self, place: str, got: str) -> OutdatedUpdate:
-        return OutdatedUpdate(
-            "the optimizer's options require another update than the compiled one",
-            where=f"{self.spec.name}, {place}",
-            got=got,
-            expected="the operations of the step that was compiled; numbers may change",
-            hint=_AGAIN,
-        )
+    def kept(self, names: Collection[str]) -> dict[str, Mapping[str, Any]]:
+        """What the optimizer keeps for some parameters beside their tensors, in its own form."""
+        return {name: kept.numbers for name, kept in self._kept.items() if name in names}
 
 
 def number_like(value: Any, like: Any) -> Any:

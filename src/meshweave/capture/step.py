@@ -25,7 +25,6 @@ from meshweave.capture.functions import CapturedFunctions, refuse_communication
 from meshweave.capture.model_checks import check_aliases, check_hooks, check_leaves, check_parameters
 from meshweave.capture.module_state import module_roots
 from meshweave.capture.normalize import Normalizer, normalize
-from meshweave.capture.optimizer_graph import UpdateValue
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.outputs import ModelOutputs
 from meshweave.capture.param_dtype import ParamDtype, cast_gradients_early, cast_parameters, dtypes_of
@@ -547,18 +546,13 @@ def _update(
     grads: Sequence[fx.Node],
     params: Sequence[fx.Node],
 ) -> dict[tuple[str, str], fx.Node]:
-    """The update of each parameter, from its value after forward. Its graph is known (`optimizers.py`): nothing is
-    traced."""
+    """The update of each parameter, from its value after forward. Its graph is known (`optimizers.py`)."""
     results: dict[tuple[str, str], fx.Node] = {}
     numbers = {name: writer.own["scalar", name] for name in optimizer.numbers()}
-
-    def call(value: UpdateValue, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return writer.call(value.target, args, kwargs, value.spec)
-
     for name, grad, param in zip(names, grads, params, strict=True):
         writer.origin = Origin("update", name)
         state = {slot: writer.own["state", state_name(slot, name)] for slot in optimizer.slots(name)}
-        new, new_state = optimizer.update(name, param, grad, state, numbers, call)
+        new, new_state = optimizer.update(name, param, grad, state, numbers, writer.call)
         results["param", name] = new
         results |= {("state", state_name(slot, name)): s for slot, s in new_state.items()}
     return results

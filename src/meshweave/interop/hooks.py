@@ -25,18 +25,6 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_opt_called", False)
 
 
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that Adagrad creates in its constructor before torch 2.13 (torch/optim/adagrad.py), for
-    parameters without state. Since 2.13 it does so in the first step, like the others."""
-    if not isinstance(optimizer, torch.optim.Adagrad):
-        return
-    first = optimizer.defaults["initial_accumulator_value"]
-    for p in (p for group in optimizer.param_groups for p in group["params"] if not optimizer.state[p]):
-        init = complex(first, first) if torch.is_complex(p) else first
-        total = torch.full_like(p, init, memory_format=torch.preserve_format)
-        optimizer.state[p].update(step=torch.tensor(0.0), sum=total)
-
-
 # Attributes of a module that contain hooks which run in forward or backward.
 MODULE_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
 

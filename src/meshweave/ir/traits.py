@@ -133,12 +133,6 @@ def is_random(target: Any) -> bool:
 
 
 @cache
-def changes_shape(target: Any) -> bool:
-    """Whether an op changes the shape or the strides of an operand."""
-    return torch.Tag.inplace_view in getattr(target, "tags", ())
-
-
-@cache
 def reads_data(target: Any) -> bool:
     """Whether the Python result of an op depends on the elements of a tensor."""
     return torch.Tag.data_dependent_output in getattr(target, "tags", ())

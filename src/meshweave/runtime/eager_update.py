@@ -1,15 +1,16 @@
-"""The update of an optimizer whose `step()` cannot be traced: after a compiled backward pass its own `step()` runs on
-the tensors that the user sees, with reduced gradients in `p.grad`."""
+"""The update of an optimizer that is not in the table of updates: after a compiled backward pass its own `step()` runs
+on the tensors that the user sees, with reduced gradients in `p.grad`."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.optimizer_groups import parts_of
+from meshweave.capture.optimizer_groups import evaluates_loss, parts_of
 from meshweave.runtime.bindings import Bound
 from meshweave.runtime.optimizer_state import OptimizerState
 from meshweave.runtime.session import Session
@@ -46,7 +47,7 @@ class EagerUpdate:
             session.gradient_pieces = None
         with _on_dtensors(bounds), _same_random_numbers(session):
             for part in parts_of(self.optimizer):
-                part.step()
+                _step(part)
         for bound in bounds:
             bound.tensor.grad = None
         state.torn = False
@@ -67,6 +68,18 @@ class EagerUpdate:
     def num_steps(self) -> int:
         """How many steps the optimizer has taken, by its own counts."""
         return max((int(kept.get("step", 1)) for kept in self.optimizer.state.values() if kept), default=0)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """A step of an optimizer. PlanError if it calls a closure, which it does not get."""
+    try:
+        optimizer.step()
+    except TypeError as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if "closure(" not in (last.line or ""):
+            raise
+        where = f"{last.filename}:{last.lineno} in {last.name}"
+        raise evaluates_loss(type(optimizer).__name__, where, f"TypeError: {error}") from error
 
 
 @contextmanager
