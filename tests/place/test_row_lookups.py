@@ -64,6 +64,11 @@ OF_ROWS: dict[str, tuple[Callable[[Any, Batch], Tensor], Batch, str]] = {
         {"tokens": torch.zeros(ROWS, 3, dtype=torch.int64), "at": LABELS},
         "at",
     ),
+    "columns after a layer": (
+        lambda m, b: m.linear(b["x"].transpose(0, 1))[:, b["at"]],
+        {"x": X[:, None].repeat(1, 3, 1), "at": LABELS},
+        "at",
+    ),
     "which of the other rows is alike": (scores, {"x": X, "label": LABELS}, "label"),
 }
 NOT_OF_ROWS: dict[str, tuple[Callable[[Any, Batch], Tensor], Batch]] = {
@@ -74,6 +79,15 @@ NOT_OF_ROWS: dict[str, tuple[Callable[[Any, Batch], Tensor], Batch]] = {
         {"x": X, "label": LABELS},
     ),
     "along another dim": (lambda m, b: m.linear(b["x"]).gather(1, b["edges"]), {"x": X, "edges": EDGES}),
+    "within samples": (
+        lambda m, b: m.linear(b["x"]).gather(1, b["edges"][..., None].expand(-1, -1, 5)),
+        {"x": X[:, None].repeat(1, 3, 1), "edges": EDGES},
+    ),
+    "parts of samples": (lambda m, b: m.linear(b["x"])[:, :2], {"x": X[:, None].repeat(1, 3, 1)}),
+    "before a layer on columns": (
+        lambda m, b: m.linear(b["x"].transpose(0, 1))[m.mesh],
+        {"x": X[:, None].repeat(1, 3, 1)},
+    ),
     "another order of rows": (lambda m, b: m.linear(b["x"])[torch.randperm(ROWS)], {"x": X}),
     "every second row": (lambda m, b: m.linear(b["x"])[::2] - m.linear(b["x"])[1::2], {"x": X}),
     "halves of two entries": (lambda m, b: m.linear(torch.cat([b["x"], b["z"]])).chunk(2)[0], {"x": X, "z": X}),

@@ -8,7 +8,7 @@ the batch is that of the first ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,12 @@ _SUMS = frozenset({aten.index_put.default, aten._unsafe_index_put.default, aten.
 _NOTES = logging.getLogger("meshweave")
 
 
+# By value and dim, where rows of the batch are in it: neighbouring rows are so many elements apart, all rows together
+# are so many. A dim that a view has joined has the rows and their own elements.
+_Range = tuple[int, int]
+_Rows = dict[fx.Node, dict[int, _Range]]
+
+
 @dataclass(frozen=True, slots=True)
 class RowLookup:
     """An op that chooses places along a dim by the numbers in `entries` of the batch or buffers. `is_table`: it adds
@@ -52,7 +58,8 @@ def row_lookups(step: StepGraph) -> list[RowLookup]:
     num_rows = batch_size(item.spec.shape for item in step.inputs if item.kind == "batch")
     batch = {node: item for node, item in step.sources.items() if item.kind in ("batch", "buffer")}
     # The dims of a value that hold rows of the batch, and the entries and buffers from which integers are computed.
-    rows = {n: {0} for n, item in batch.items() if item.kind == "batch" and item.spec.shape[:1] == (num_rows,)}
+    own = [n for n, item in batch.items() if item.kind == "batch" and item.spec.shape[:1] == (num_rows,)]
+    rows: _Rows = {n: {0: (1, num_rows)} for n in own if num_rows}
     numbers = {n: (item.kind, item.name) for n, item in batch.items() if item.spec.is_integer}
     origins = {n: frozenset({name if kind == "batch" else f"buffer {name}"}) for n, (kind, name) in numbers.items()}
     lookups: list[RowLookup] = []
@@ -121,7 +128,7 @@ def check_rows_in_time(step: StepGraph, microbatches: int) -> None:
 def _lookups(
     node: fx.Node,
     rule: Rule,
-    rows: Mapping[fx.Node, Collection[int]],
+    rows: _Rows,
     origins: Mapping[fx.Node, frozenset[str]],
     num_rows: int | None,
 ) -> Iterator[RowLookup]:
@@ -129,11 +136,11 @@ def _lookups(
     if not chosen:
         return
     table, *others = tensor_inputs(node)
-    added = _row_loops(others, rule.operands[1:], rows)
+    added = _row_loops(others, rule, rule.operands[1:], rows)
     is_sum = node.target in _SUMS and (node.target is aten.scatter_add.default or bool(argument(node, 3, False)))
     for dim, index in chosen:
         is_of_rows = dim in rows.get(table, ()) or (is_sum and spec_of(table).shape[dim] == num_rows)
-        merges = is_sum and bool(added) and not any(added.intersection(dim) for dim in rule.results[0])
+        merges = is_sum and bool(added) and not any(added.keys() & dim for dim in rule.results[0])
         if is_of_rows or merges:
             yield RowLookup(node, tuple(sorted(origins[index])), not is_of_rows)
 
@@ -148,7 +155,7 @@ def _indexed(node: fx.Node) -> list[tuple[int, fx.Node]]:
     return [(0, argument(node, 1))] if node.target is aten.embedding.default else []
 
 
-def _is_part_of_rows(node: fx.Node, rows: Mapping[fx.Node, Collection[int]]) -> bool:
+def _is_part_of_rows(node: fx.Node, rows: _Rows) -> bool:
     """Whether an op takes several neighbouring rows, and not all. A single row is one of a loop over them all, and
     every second row is the same on each rank."""
     if node.target not in _PARTS:
@@ -162,14 +169,28 @@ def _is_part_of_rows(node: fx.Node, rows: Mapping[fx.Node, Collection[int]]) -> 
     )
 
 
-def _row_loops(operands: Sequence[fx.Node], dims: Sequence[Dims], rows: Mapping[fx.Node, Collection[int]]) -> set[int]:
-    """The loops over rows of these operands."""
-    return {f for operand, its in zip(operands, dims, strict=True) for d in rows.get(operand, ()) for f in its[d]}
+def _row_loops(operands: Sequence[fx.Node], rule: Rule, dims: Sequence[Dims], rows: _Rows) -> dict[int, _Range]:
+    """The loops over rows of these operands, and where rows are in each."""
+    loops: dict[int, _Range] = {}
+    for operand, its in zip(operands, dims, strict=True):
+        for d, (apart, together) in rows.get(operand, {}).items():
+            for factor in its[d]:
+                inner = rule.inner_size(its, d, factor)
+                low, high = max(apart, inner), min(together, inner * rule.sizes[factor])
+                if low < high:
+                    loops[factor] = low // inner, -(-high // inner)
+    return loops
 
 
-def _carry_rows(node: fx.Node, rule: Rule, rows: dict[fx.Node, set[int]]) -> None:
+def _carry_rows(node: fx.Node, rule: Rule, rows: _Rows) -> None:
     """The dims of the results that have a loop over rows of an operand."""
-    loops = _row_loops(tensor_inputs(node), rule.operands, rows)
+    loops = _row_loops(tensor_inputs(node), rule, rule.operands, rows)
     for value, dims in zip(results_of(node), rule.results, strict=True):
-        if value is not None and (own := {d for d, dim in enumerate(dims) if loops.intersection(dim)}):
+        own: dict[int, _Range] = {}
+        for d, dim in enumerate(dims):
+            sizes = {factor: rule.inner_size(dims, d, factor) for factor in dim if factor in loops}
+            if sizes:
+                low = min(inner * loops[factor][0] for factor, inner in sizes.items())
+                own[d] = low, max(inner * loops[factor][1] for factor, inner in sizes.items())
+        if value is not None and own:
             rows[value] = own
