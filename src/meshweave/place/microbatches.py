@@ -18,7 +18,7 @@ from meshweave.ir.pieces import is_even
 from meshweave.ir.traits import RANDOM
 from meshweave.ops.registry import result_specs, row_for
 from meshweave.place.assign import follow_result
-from meshweave.place.over_time import TIME, CutOverTime, is_op
+from meshweave.place.over_time import TIME, CutOverTime, adds_number, is_op
 
 aten = torch.ops.aten
 _SUMS = ("loss", "metric", "grad")  # outputs that are added up over the microbatches
@@ -125,7 +125,11 @@ class _MicrobatchWriter:
         if node in self.cut.averaged:
             given = [self.estimate(x, at) for x, at in zip(given, chosen.operands, strict=True)]
         layout = self.cut.layouts.get(node)  # None: it has several results
-        self.values[node, layout] = self.written(node, given, layout, chosen.operands)
+        self.values[node, layout] = local = self.written(node, given, layout, chosen.operands)
+        if adds_number(node) and layout is not None and layout.partial:
+            count = self.mesh.num_devices
+            shares = (arg if isinstance(arg, fx.Node) else arg / count for arg in local.args[:2])  # type: ignore[operator]
+            local.args = (*shares, *local.args[2:])
 
     def estimate(self, local: fx.Node, layout: Layout) -> fx.Node:
         """What a microbatch takes for a value of the whole batch: its sum times their number."""

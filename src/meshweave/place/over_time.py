@@ -12,6 +12,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from meshweave.capture.batch import batch_size
@@ -24,6 +25,7 @@ from meshweave.ops.registry import result_specs, results_of, row_for
 from meshweave.place.assign import Assignment, candidates
 
 TIME = "time"  # the axis
+_ADDITIONS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor})
 _PHASES = ("prepare", "forward", "loss", "backward")  # the rest of a step runs once, on sums of gradients
 
 
@@ -192,10 +194,16 @@ def is_op(node: fx.Node) -> bool:
 
 
 def _rule(node: fx.Node, operands: Sequence[fx.Node]) -> Rule:
-    """The rule of an op. A count is the same sum in integers and in floating-point numbers."""
+    """The rule of an op. A count is the same sum in integers and in floating-point numbers, and to a sum a number is
+    added in shares."""
     rule = row_for(node).rule(node)
     is_count = node.target in CASTS and spec_of(operands[0]).is_integer and spec_of(node).dtype.is_floating_point
-    return replace(rule, linear=(*rule.linear, *sums({0}))) if is_count else rule
+    return replace(rule, linear=(*rule.linear, *sums({0}))) if is_count or adds_number(node) else rule
+
+
+def adds_number(node: fx.Node) -> bool:
+    """Whether an op adds a Python number to a tensor."""
+    return node.target in _ADDITIONS and not all(isinstance(arg, fx.Node) for arg in node.args[:2])
 
 
 def is_free(has: Layout, wanted: Layout) -> bool:
