@@ -120,10 +120,13 @@ class _BalanceWriter:
             new = copy_meta(node, self.graph.placeholder(node.name))
             self.versions[node] = {_NATURAL: new}
             self.usual[node] = frozenset({1}) if has_sequence(item, self.size, self.length) else _NATURAL
+        outputs = set(self.step.output_values)
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self.current = node
                 self._node(node)
+                if node in outputs:  # in its phase: a buffer is there before the update
+                    self.version(node, _NATURAL)
         self.graph.output([self.version(value, _NATURAL) for value in self.step.output_values])
         for node in reversed(list(self.graph.nodes)):
             if node.op == "call_function" and not node.users:

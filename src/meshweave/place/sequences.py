@@ -92,9 +92,12 @@ class _SequenceWriter:
             new = copy_meta(node, self.graph.placeholder(node.name))
             self.env[node] = _Value(new, _unsplit(item.spec.shape))
             self.marks[new] = frozenset({1} if has_sequence(item, self.size, self.length) else ())
+        outputs = set(self.step.output_values)
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self._node(node)
+                if node in outputs:  # in its phase: a buffer is there before the update
+                    self.whole(node)
         self.graph.output([self.whole(value) for value in self.step.output_values])
         return replace(self.step, graph=self.graph)
 
