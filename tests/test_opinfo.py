@@ -44,7 +44,6 @@ REFUSED = {
     "linalg.lstsq.grad_oriented": DATA,
     "masked_select": "the loss does not depend on any trained parameter",  # selected rows are no tensor
     "narrow": CONTROL,  # with a start that is a tensor
-    "nn.functional.bilinear": "no sharding rule for aten._trilinear",
     "nn.functional.fractional_max_pool2d": "no sharding rule for aten.fractional_max_pool2d",
     "nn.functional.fractional_max_pool3d": "no sharding rule for aten.fractional_max_pool3d",
     "nn.functional.gaussian_nll_loss": CONTROL,
@@ -205,6 +204,7 @@ QUICK = [
     "linalg.pinv.hermitian",
     "linalg.svd",
     "nanmedian",
+    "nn.functional.bilinear",
     "nn.functional.embedding_bag",
     "nn.functional.max_unpool2d",
     "nn.functional.pixel_shuffle",

@@ -167,9 +167,26 @@ def _moves_nothing(made: Program) -> str:
     return f"placed graph: {move.name} (move) moves nothing"
 
 
+def _replaced_elsewhere(made: Program) -> str:
+    """A parameter is left in another layout than that in which the next step reads it."""
+    (source, item), *_ = made.placed.sources.items()
+    source.meta["layout"] = source.meta["layout"].with_dim(0, DimSharding(("dp", "tp")))
+    for user in source.users:
+        user.meta.pop("assignment", None)
+    return f"placed graph: param {item.name} is not left as it is read"
+
+
 @pytest.mark.parametrize(
     "breaks",
-    [_no_layout, _layout_by_text, _unit_that_changes_nothing, _other_layout, _partial_into_tanh, _moves_nothing],
+    [
+        _no_layout,
+        _layout_by_text,
+        _unit_that_changes_nothing,
+        _other_layout,
+        _partial_into_tanh,
+        _moves_nothing,
+        _replaced_elsewhere,
+    ],
 )
 def test_a_broken_placed_graph_is_named(breaks: Callable[[Program], str]) -> None:
     made = program()

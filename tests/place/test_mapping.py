@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.models import hugging_face
-from tests.training import assert_equals_eager, batches
+from tests.training import assert_equals_eager, assert_equals_one_device, batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -341,3 +341,26 @@ def test_a_table_on_all_devices_does_not_hide_a_device_without_a_layer() -> None
     plan = Plan.on({"layers.[01]": 0, "layers.[23]": 1})
     with pytest.raises(PlanError, match="devices of the mesh have no layer"):
         mw.compile(model, loss=squares, example=TABLE_BATCH, mesh="d=3", plan=plan)
+
+
+class WritesBeforeANorm(nn.Module):
+    """Autograd numbers the gradient of a value again after a write to a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers[0](x)
+        y[:, 0] = x[:, -1]
+        return self.layers[1](self.norm(y))
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=2"])
+def test_gradients_of_a_stage_that_writes_in_place_are_added_up_on_it(mesh: str) -> None:
+    shape = (8, 3, 4)
+    data = [{k: v.double() for k, v in batch.items()} for batch in batches(2, shape, shape)]
+    made = assert_equals_one_device(WritesBeforeANorm().double(), data, mesh, accumulate=2).program
+    norms = [n for n in made.placed.graph.nodes if n.target is torch.ops.aten.native_layer_norm_backward.default]
+    home = places(made, "param")["norm.weight"]
+    assert [list(layout.mesh.devices) for n in norms for layout in n.meta["layout"]] == [home] * 3

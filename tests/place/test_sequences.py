@@ -9,8 +9,9 @@ import pytest
 import torch
 from tests.models import hugging_face
 from tests.sequences import Shape, difference, named, plain
-from tests.training import assert_equals_one_device, batches
+from tests.training import assert_equals_eager, assert_equals_one_device, batches
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import meshweave as mw
 from meshweave.errors import PlanError
@@ -302,3 +303,28 @@ def test_views_that_mix_the_sequence_with_features(mesh: str, accumulate: int, n
     data = [{k: v.double() for k, v in batch.items()} for batch in batches(2, shape, shape)]
     plan = Plan.cp("cp") + (Plan.stages("pp") if "pp" in mesh else Plan())
     assert_equals_one_device(model, data, mesh, plan=plan, accumulate=accumulate)
+
+
+class Remembers(nn.Module):
+    """Buffers along the sequence, and of all tokens, that forward updates and reads."""
+
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.layer, self.is_causal = nn.Linear(6, 6), is_causal
+        self.register_buffer("average", torch.zeros(4, 6))
+        self.register_buffer("tokens", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        heads = x[:, None]
+        x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=self.is_causal)[:, 0]
+        self.average.mul_(0.5).add_(x.detach().mean(0))
+        self.tokens.copy_(0.5 * self.tokens + x.detach().flatten(0, 1).sum(-1))
+        return x + self.average + self.tokens.view(4, 4, 1)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_buffers_of_a_cut_sequence_are_there_before_the_update(is_causal: bool) -> None:
+    data = [{k: v.double() for k, v in batch.items()} for batch in batches(3, (4, 4, 6), (4, 4, 6))]
+    step = assert_equals_eager(Remembers(is_causal).double(), data, "cp=2", plan=Plan.cp("cp"))
+    assert ("from head and tail" in step.program.sequence) == is_causal

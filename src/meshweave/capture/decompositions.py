@@ -155,6 +155,22 @@ def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> 
     return flat.reshape(x.shape)
 
 
+def _trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    without_a: Sequence[int],
+    without_b: Sequence[int],
+    without_c: Sequence[int],
+    summed: Sequence[int],
+    unroll: int = 1,
+) -> Tensor:
+    """The sum over some dims of a product of three tensors, each of which lacks some dims (nn.Bilinear)."""
+    dims = range(a.dim() + len(without_a))
+    each = [[d for d in dims if d not in lacks] for lacks in (without_a, without_b, without_c)]
+    return torch.einsum(a, each[0], b, each[1], c, each[2], [d for d in dims if d not in summed])
+
+
 # Bags of an embedding stay single ops, which are never sharded.
 
 
@@ -296,6 +312,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.addbmm.default: _added(lambda a, b: aten.sum.dim_IntList(aten.bmm(a, b), [0])),
     aten.as_strided.default: as_strided,
     aten.put.default: _put,
+    aten._trilinear.default: _trilinear,
     aten.view_copy.default: lambda x, size: x.reshape(size).clone(),
     aten.unfold_copy.default: lambda x, *args: aten.unfold.default(x, *args),
     aten.view_as_complex.default: lambda x: torch.complex(aten.select.int(x, -1, 0), aten.select.int(x, -1, 1)),

@@ -243,6 +243,7 @@ class Provenance(GlobalRandom):
         self._forward: dict[int, Origin] = {}
         self._at: dict[int, tuple[Any, Origin]] = {}  # number of ops before an op of the model -> the op
         self._first = next_sequence_number() - 1
+        self._last = -1  # the last number in `_forward`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -323,7 +324,9 @@ class Provenance(GlobalRandom):
         # An op that autograd does not record has the number of the last op that it did.
         call = next_sequence_number() - 1 - self._first
         origin = Origin(self.phase, module, source, max(call, 0))
-        self._forward.setdefault(call, origin)
+        # Autograd numbers the op itself, and then views of a tensor that was written in part, which it records anew.
+        self._forward.update((at, origin) for at in range(self._last + 1, call + 1))
+        self._last = max(self._last, call)
         if (at := _next_op(func)) is not None:
             self._at[at] = func, origin
         return origin

@@ -166,12 +166,27 @@ def check_placed(step: StepGraph) -> None:
 
 
 def verify_placed(step: StepGraph) -> StepGraph:
-    """Raise VerifyError unless every value has a layout in normal form and every op gets the layouts of its
-    assignment."""
+    """Raise VerifyError unless every value has a layout in normal form, every op gets the layouts of its assignment,
+    and what the step replaces keeps its layout."""
     _check_counts("placed graph", step)
     for rule in _PLACED:
         _check("placed graph", rule(step.graph))
+    _check_replaced(step)
     return step
+
+
+def _check_replaced(step: StepGraph) -> None:
+    """What a step replaces has the layout in which the next step (of sums: the next microbatch) reads it."""
+    results = step.results
+    for node, item in step.sources.items():
+        value = results.get((item.kind, item.name))
+        if value is not None and value.meta["layout"] != node.meta["layout"]:
+            raise VerifyError(
+                f"placed graph: {item.kind} {item.name} is not left as it is read",
+                where=str(origin_of(value)),
+                got=str(value.meta["layout"]),
+                expected=str(node.meta["layout"]),
+            )
 
 
 def verify_rank(rank: RankGraph) -> RankGraph:

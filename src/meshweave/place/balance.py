@@ -27,7 +27,7 @@ from meshweave.ir.traits import PRODUCTS
 from meshweave.ops.factors import Dims, Rule
 from meshweave.ops.registry import row_for
 from meshweave.place.plans import Resolved
-from meshweave.place.sequences import has_sequence, rule_or_none, sequence_length
+from meshweave.place.sequences import has_sequence, rule_or_none, sequence_length, stored_values
 
 aten = torch.ops.aten
 ours = torch.ops.meshweave
@@ -58,7 +58,7 @@ def balance_sequence(
         return step, f"the sequence is cut over {axes} in its order: {reason}"
     resolved.is_balanced = True
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
-    writer = _BalanceWriter(step, size, length, num_devices, tuple(resolved.context_axes))
+    writer = _BalanceWriter(step, size, length, num_devices, tuple(resolved.context_axes), stored_values(step))
     shown = f"of {2 * num_devices} chunks a device has one from each end"
     return writer.run(), f"the sequence is cut over {axes} from head and tail: {shown}"
 
@@ -107,6 +107,7 @@ class _BalanceWriter:
     length: int
     num_devices: int
     axes: tuple[str, ...]
+    stored: frozenset[fx.Node]
     graph: fx.Graph = field(default_factory=fx.Graph)
     versions: dict[fx.Node, dict[_In, fx.Node]] = field(default_factory=dict)
     usual: dict[fx.Node, _In] = field(default_factory=dict)  # in which a value is computed
@@ -119,10 +120,13 @@ class _BalanceWriter:
             new = copy_meta(node, self.graph.placeholder(node.name))
             self.versions[node] = {_NATURAL: new}
             self.usual[node] = frozenset({1}) if has_sequence(item, self.size, self.length) else _NATURAL
+        outputs = set(self.step.output_values)
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self.current = node
                 self._node(node)
+                if node in outputs:  # in its phase: a buffer is there before the update
+                    self.version(node, _NATURAL)
         self.graph.output([self.version(value, _NATURAL) for value in self.step.output_values])
         for node in reversed(list(self.graph.nodes)):
             if node.op == "call_function" and not node.users:
@@ -151,7 +155,7 @@ class _BalanceWriter:
 
     def _factors(self, node: fx.Node, rule: Rule) -> _In:
         """The loops along the sequence that are in the new order in an operand and may run in any order."""
-        if origin_of(node).phase in ("reduce", "update"):
+        if node in self.stored:
             return _NATURAL
         wanted = {
             factor
@@ -219,7 +223,7 @@ class _BalanceWriter:
         if node.target is aten.arange.start_step:
             return self._arange(node)
         rule = rule_or_none(node) if node.op == "call_function" and isinstance(node.meta["spec"], Spec) else None
-        if rule is None or node.target in _CAUSAL_AT or origin_of(node).phase in ("reduce", "update"):
+        if rule is None or node.target in _CAUSAL_AT or node in self.stored:
             return None
         factors = frozenset(rule.outermost(rule.results[0][d]) for d in dims)
         inside = {f for dim in rule.results[0] for f in dim}

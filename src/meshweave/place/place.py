@@ -164,7 +164,7 @@ class _Placer:
             if node.op == "call_function":
                 self._node(node)
             for total in self.sums.of_gradient.get(node, ()):
-                self._lay_out_sum(self.sums.operands[total][0], node)
+                self._lay_out_sum(total)
             for layout, phase in self.due.get(node, ()):
                 self.fetch(node, layout, phase)
         results = [self._output(kind, name, value) for (kind, name), value in outputs]
@@ -412,13 +412,15 @@ class _Placer:
         new.meta["layout"] = option.results[0]
         self.copies[node] = [Copy(new, option.results[0], phase_of(new))]
 
-    def _lay_out_sum(self, so_far: fx.Node, gradient: fx.Node) -> None:
+    def _lay_out_sum(self, total: fx.Node) -> None:
         """Give an accumulated gradient its layout as soon as that of the microbatch's gradient is known, and start the
-        move of this microbatch's gradient to it."""
+        move of this microbatch's gradient to it. The sum stays where it is added up."""
+        so_far, gradient = self.sums.operands[total]
         stored = self.copies[so_far][0]
         if not self.forms.is_created_on_demand(gradient):
             shape = spec_of(so_far).shape
-            layout = self.sums.layout(self.copies_in(gradient, "backward")[0].layout, stored.layout, shape)
+            produced = translate(self.copies_in(gradient, "backward")[0].layout, self.placement.homes[total])
+            layout = self.sums.layout(produced, stored.layout, shape)
             stored.layout = stored.node.meta["layout"] = layout.normalized(shape)
             self.fetch(gradient, stored.layout, "backward")
 

@@ -59,11 +59,19 @@ class _Value:
     split: Split
 
 
+def stored_values(step: StepGraph) -> frozenset[fx.Node]:
+    """The nodes that compute what is stored, sums of gradients over microbatches among them. They keep shape and order
+    of the parameter, also where its gradient has others."""
+    sums = {value for (kind, _), value in step.results.items() if kind == "acc"}
+    later = {n for n in step.graph.nodes if n.op == "call_function" and origin_of(n).phase in ("reduce", "update")}
+    return frozenset(sums | later)
+
+
 def keep_sequences_apart(step: StepGraph, axes: Sequence[str]) -> StepGraph:
     """The step with the sequence dim, which `axes` will cut, separate from the batch dim, from the batch to the loss
     and back. Values that were shifted along it (labels) are pinned to be cut again."""
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
-    return _SequenceWriter(step, size, sequence_length(step), tuple(axes)).run()
+    return _SequenceWriter(step, size, sequence_length(step), tuple(axes), stored_values(step)).run()
 
 
 @dataclass(slots=True)
@@ -72,22 +80,24 @@ class _SequenceWriter:
     size: int | None
     length: int
     axes: tuple[str, ...]
+    stored: frozenset[fx.Node]
     graph: fx.Graph = field(default_factory=fx.Graph)
     env: dict[fx.Node, _Value] = field(default_factory=dict)
     merged: dict[fx.Node, fx.Node] = field(default_factory=dict)
     tuples: dict[fx.Node, tuple[fx.Node, list[frozenset[int]]]] = field(default_factory=dict)
     marks: dict[fx.Node, frozenset[int]] = field(default_factory=dict)  # new node -> dims that run along the sequence
-    sums: frozenset[fx.Node] = frozenset()  # of gradients over microbatches
 
     def run(self) -> StepGraph:
-        self.sums = frozenset(value for (kind, _), value in self.step.results.items() if kind == "acc")
         for node, item in self.step.sources.items():
             new = copy_meta(node, self.graph.placeholder(node.name))
             self.env[node] = _Value(new, _unsplit(item.spec.shape))
             self.marks[new] = frozenset({1} if has_sequence(item, self.size, self.length) else ())
+        outputs = set(self.step.output_values)
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self._node(node)
+                if node in outputs:  # in its phase: a buffer is there before the update
+                    self.whole(node)
         self.graph.output([self.whole(value) for value in self.step.output_values])
         return replace(self.step, graph=self.graph)
 
@@ -129,8 +139,8 @@ class _SequenceWriter:
             self._view(node)
             return
         write = _WRITERS.get(node.target, _pointwise if _is_elementwise(node) else None)
-        if node in self.sums or origin_of(node).phase in ("reduce", "update"):
-            write = None  # what is stored keeps its shape, also where a gradient of it could be split
+        if node in self.stored:
+            write = None
         is_split = any(_is_split(self.env[n].split) for n in tensor_inputs(node))
         split = write(self, node) if write is not None and is_split else None
         if split is None:
