@@ -22,7 +22,7 @@ from meshweave.ir.rank import RankGraph
 from meshweave.ir.verify import verify_rank
 from meshweave.place.expand.expand import expand
 from meshweave.place.movement.steps import Step, apply
-from meshweave.runtime.world import World
+from meshweave.runtime.interfaces import World
 
 MESHES = {
     "2x2": Mesh("a=2,b=2", devices=[3, 0, 2, 1]),

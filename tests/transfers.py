@@ -15,7 +15,7 @@ from meshweave.ir.verify import verify_placed, verify_rank
 from meshweave.place.expand.expand import expand
 from meshweave.place.movement.plan import plan_move
 from meshweave.runtime.executor import compile_tasks
-from meshweave.runtime.world import World
+from meshweave.runtime.interfaces import World
 
 Case = tuple[str, Mesh, str, Mesh, str]  # name, source mesh and layout, target mesh and layout
 

@@ -156,12 +156,17 @@ def build_program(
     )
 
 
+def _say_nothing(stage: str) -> None:
+    """The progress of a program that is part of another."""
+
+
 def _ahead_program(step: StepGraph, contract: Contract, inputs: PlanInputs, placing: _PlacementStage) -> Program:
     """The program of what microbatches need of the whole batch."""
     options = replace(inputs.options, accumulate=1, part="outputs")
-    own = replace(inputs, captured=step, options=options, pass_list=PassList(), lasting=None)
+    pass_list = PassList(recalls=inputs.pass_list.recalls)
+    own = replace(inputs, captured=step, options=options, pass_list=pass_list, lasting=None)
     placing = replace(placing, microbatches=1)
-    planned = _planned(own, infer_units(step), placing, lambda stage: None, step, own.pass_list)
+    planned, _ = _stored(own, partial(_plan, own, infer_units(step), placing, _say_nothing), _say_nothing)
     return Program(
         **{each.name: getattr(planned, each.name) for each in fields(planned)}, options=options, contract=contract
     )

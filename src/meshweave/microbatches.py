@@ -46,13 +46,15 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
     micro = Batch.of(example).micros(options.accumulate)[0]
     if options.accumulate == 1:
         return MicrobatchStep(*capture(example=micro, options=options))
-    whole, contract = capture(example=example, options=replace(options, is_whole=True))
-    check_rows_in_time(verify_step(whole), options.accumulate)
     try:
+        whole, contract = capture(example=example, options=replace(options, is_whole=True))
+        check_rows_in_time(verify_step(whole), options.accumulate)
         cut = cut_over_time(whole, options.accumulate)
         parts = microbatches_of(whole, cut)
-    except (NoCutError, RuleError) as error:
-        return MicrobatchStep(*capture(example=micro, options=options), coupling=_coupling(error, options))
+    except (NoCutError, RuleError, CaptureError) as error:
+        # what is wrong with the model itself is wrong with a microbatch, too
+        captured = capture(example=micro, options=options)
+        return MicrobatchStep(*captured, coupling=_coupling(error, options))
     if cut.averaged:
         lines = ", ".join(sorted({str(origin_of(node)) for node in cut.averaged}))
         _NOTES.warning(
@@ -63,7 +65,7 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
     return MicrobatchStep(verify_step(parts.step), contract, cut.rows, ahead)
 
 
-def _coupling(error: NoCutError | RuleError, options: CaptureOptions) -> str:
+def _coupling(error: NoCutError | RuleError | CaptureError, options: CaptureOptions) -> str:
     """Log, or raise, what is not that of the whole batch, and return it."""
     what = "loss, metrics and gradients are means over microbatches, not those of the whole batch"
     if options.exact_microbatches:

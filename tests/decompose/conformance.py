@@ -17,7 +17,7 @@ from meshweave.optimize.decompose.algorithms import Algorithm
 from meshweave.optimize.decompose.emit import write_gather, write_reduce
 from meshweave.optimize.decompose.proof import prove_rings
 from meshweave.optimize.decompose.writer import ChunkWriter, Ring
-from meshweave.runtime.world import World
+from meshweave.runtime.interfaces import World
 
 aten = torch.ops.aten
 

@@ -15,7 +15,8 @@ from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import SYMBOLS, RankGraph
 from meshweave.ir.verify import verify_rank
 from meshweave.runtime.executor import compile_tasks
-from meshweave.runtime.world import LocalWorld, World
+from meshweave.runtime.interfaces import World
+from meshweave.runtime.world import LocalWorld
 
 Build = Callable[..., Sequence[fx.Node]]  # (call, *placeholders) -> outputs
 

@@ -126,7 +126,8 @@ def test_the_host_reads_no_value_between_the_ops_of_a_step(
     for _ in range(2):
         schedule.step()
         step(batch)
-    assert names == ["_differentiate", *["run"] * (2 * accumulate + 1), "_keep_results"] * 2
+    ahead = ["run"] * (accumulate > 1)  # the number of valid tokens
+    assert names == [*ahead, "_differentiate", *["run"] * (2 * accumulate + 1), "_keep_results"] * 2
 
 
 def _storages(tensors: Iterable[Tensor | None]) -> set[int]:
