@@ -49,7 +49,7 @@ class Ours:
                 slot: kept[name][slot].clone()
                 if slot in kept[name]
                 else torch.full(spec.shape, float("nan"), dtype=spec.dtype)
-                for slot, spec in self.spec.slots(name).items()
+                for slot, spec in self.spec.slots[name].items()
             }
             for name in self.params
         }
@@ -197,7 +197,7 @@ def test_groups_are_kinds_of_update() -> None:
     spec = read_optimizer(optimizer, {id(p): n for n, p in model.named_parameters()})
     assert [kind.group for kind in spec.kinds] == [0, 1]
     assert dict(spec.kind_of) == {"w": 0, "v": 0, "b": 1, "s": 1}
-    assert all(set(spec.slots(n)) == {"exp_avg", "exp_avg_sq"} for n in "wvbs")
+    assert all(set(spec.slots[n]) == {"exp_avg", "exp_avg_sq"} for n in "wvbs")
 
 
 def num_ops(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> int:
@@ -210,7 +210,7 @@ def num_ops(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> in
 
     own = model.get_parameter(name).detach()
     numbers = dict.fromkeys(spec.numbers(), torch.tensor(0.5, dtype=torch.float64))
-    spec.update(name, own, own, dict.fromkeys(spec.slots(name), own), numbers, call)
+    spec.update(name, own, own, dict.fromkeys(spec.slots[name], own), numbers, call)
     return len(calls)
 
 
