@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +130,24 @@ def test_update_of_bfloat16_rounds_where_torch_does(kind: str) -> None:
     # to bfloat16; the CUDA kernels do as we do. 2 ** -6 is two units in the last place of the largest element.
     model = Toy(torch.bfloat16)
     assert compared(make(kind, model), model, 4) <= 2**-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_of_16_bits_are_those_of_float32_rounded_once(dtype: torch.dtype) -> None:
+    model = Toy(dtype)
+    wide = copy.deepcopy(model).float()
+    ours, theirs = (
+        Ours(model, torch.optim.AdamW(model.parameters(), lr=0.1)),
+        torch.optim.AdamW(wide.parameters(), lr=0.1),
+    )
+    set_grads(model, 0)
+    for p, q in zip(model.parameters(), wide.parameters(), strict=True):
+        q.grad = p.grad.float() if p.grad is not None else None
+    ours.step()
+    theirs.step()
+    for name, p in wide.named_parameters():
+        assert torch.equal(ours.params[name], p.detach().to(dtype))
+        assert torch.equal(ours.state[name]["exp_avg"], theirs.state[p]["exp_avg"].to(dtype))
 
 
 def test_all_options_are_read_at_every_step() -> None:
