@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from meshweave.capture.batch import Batch
 from meshweave.capture.guards import Guards, StepKey
 from meshweave.capture.optimizer_groups import OptimizerGuard, note_untrained, parts_of
-from meshweave.capture.optimizers import StepNumbers, resting_state
+from meshweave.capture.optimizers import StepNumbers, state_tensors
 from meshweave.capture.step import Part
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import OutdatedUpdate, StepError
@@ -171,8 +171,8 @@ class CompiledStep:
         """Full optimizer state by `slot/parameter`; of an eager update, that of this rank's parameters."""
         if self.optimizer is None or self.eager_update is None:
             return self.session.full("state")
-        own = resting_state(self.optimizer, (), self.model)
-        tensors = {f"{slot}/{name}": x for name, (xs, _) in own.items() for slot, x in xs.items()}
+        own = state_tensors(self.optimizer, self.model)
+        tensors = {f"{slot}/{name}": x for name, xs in own.items() for slot, x in xs.items()}
         return {key: full_values(x) for key, x in tensors.items() if is_here(x)}
 
     def save(self, path: str) -> None:
@@ -206,8 +206,7 @@ class CompiledStep:
             self.session.bindings.take_over(self.session.state)
             self.take_over()
         spec = self.numbers.spec if self.numbers is not None else None
-        slots = {name: spec.slots(name) for name in spec.kind_of} if spec is not None else {}
-        return SavedState(self.session.bindings, self.model, self.optimizer, slots)
+        return SavedState(self.session.bindings, self.model, self.optimizer, {} if spec is None else spec.slots)
 
 
 class TrainStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,7 @@ class Ours:
                 slot: kept[name][slot].clone()
                 if slot in kept[name]
                 else torch.full(spec.shape, float("nan"), dtype=spec.dtype)
-                for slot, spec in self.spec.slots(name).items()
+                for slot, spec in self.spec.slots[name].items()
             }
             for name in self.params
         }
@@ -131,6 +132,24 @@ def test_update_of_bfloat16_rounds_where_torch_does(kind: str) -> None:
     assert compared(make(kind, model), model, 4) <= 2**-6
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_updates_of_16_bits_are_those_of_float32_rounded_once(dtype: torch.dtype) -> None:
+    model = Toy(dtype)
+    wide = copy.deepcopy(model).float()
+    ours, theirs = (
+        Ours(model, torch.optim.AdamW(model.parameters(), lr=0.1)),
+        torch.optim.AdamW(wide.parameters(), lr=0.1),
+    )
+    set_grads(model, 0)
+    for p, q in zip(model.parameters(), wide.parameters(), strict=True):
+        q.grad = p.grad.float() if p.grad is not None else None
+    ours.step()
+    theirs.step()
+    for name, p in wide.named_parameters():
+        assert torch.equal(ours.params[name], p.detach().to(dtype))
+        assert torch.equal(ours.state[name]["exp_avg"], theirs.state[p]["exp_avg"].to(dtype))
+
+
 def test_all_options_are_read_at_every_step() -> None:
     model = Toy(torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -197,7 +216,7 @@ def test_groups_are_kinds_of_update() -> None:
     spec = read_optimizer(optimizer, {id(p): n for n, p in model.named_parameters()})
     assert [kind.group for kind in spec.kinds] == [0, 1]
     assert dict(spec.kind_of) == {"w": 0, "v": 0, "b": 1, "s": 1}
-    assert all(set(spec.slots(n)) == {"exp_avg", "exp_avg_sq"} for n in "wvbs")
+    assert all(set(spec.slots[n]) == {"exp_avg", "exp_avg_sq"} for n in "wvbs")
 
 
 def num_ops(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> int:
@@ -210,7 +229,7 @@ def num_ops(optimizer: torch.optim.Optimizer, model: nn.Module, name: str) -> in
 
     own = model.get_parameter(name).detach()
     numbers = dict.fromkeys(spec.numbers(), torch.tensor(0.5, dtype=torch.float64))
-    spec.update(name, own, own, dict.fromkeys(spec.slots(name), own), numbers, call)
+    spec.update(name, own, own, dict.fromkeys(spec.slots[name], own), numbers, call)
     return len(calls)
 
 

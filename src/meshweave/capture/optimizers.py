@@ -74,17 +74,14 @@ class UpdateKind:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """What an optimizer does to each parameter. `kind_of` maps a parameter's name to its index in `kinds`."""
+    """What an optimizer does to each parameter. `kind_of` maps a parameter's name to its index in `kinds`, `slots` to
+    the tensors of its state."""
 
     name: str
     kinds: tuple[UpdateKind, ...]
     kind_of: Mapping[str, int] = field(hash=False)
     params: Mapping[str, Spec] = field(hash=False)
-    _slots: Mapping[str, Mapping[str, Spec]] = field(hash=False)
-
-    def slots(self, name: str) -> Mapping[str, Spec]:
-        """The state tensors of parameter `name`."""
-        return self._slots[name]
+    slots: Mapping[str, Mapping[str, Spec]] = field(hash=False)
 
     def numbers(self) -> list[str]:
         """Names of the numbers that a step takes: kind of update, and name of the number."""
@@ -104,7 +101,7 @@ class OptimizerSpec:
         Values are tensors, or whatever `call` returns for ops. `numbers` are 0-dim float64, by the names of
         `numbers()`.
         """
-        index, slots = self.kind_of[name], self.slots(name)
+        index, slots = self.kind_of[name], self.slots[name]
         kind = self.kinds[index]
         traced = _traced(kind.rule, kind.switches, kind.numbers, self.params[name], tuple(slots.items()))
         inputs = [param, grad, *(state[slot] for slot in slots), *(numbers[f"update{index}.{n}"] for n in kind.numbers)]
@@ -222,16 +219,6 @@ def _rules(optimizer: Optimizer) -> list[UpdateRule]:
     return rules
 
 
-def scalars_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The slots of a parameter's state that are single numbers. A DTensor of one element is not: it is the state of a
-    parameter of one element, and only some ranks know it."""
-    return {
-        slot: v.item() if isinstance(v, Tensor) else v
-        for slot, v in state.items()
-        if not isinstance(v, Tensor) or (v.numel() == 1 and not hasattr(v, "placements"))
-    }
-
-
 def kept_of(state: Mapping[str, Any], slots: Container[str]) -> ParameterState:
     """A parameter's state in the optimizer, of which `slots` are tensors."""
     numbers = {
@@ -242,19 +229,14 @@ def kept_of(state: Mapping[str, Any], slots: Container[str]) -> ParameterState:
     return ParameterState(frozenset(s for s, value in state.items() if s in slots and value is not None), numbers)
 
 
-def resting_state(
-    optimizer: torch.optim.Optimizer, trained: Container[str], names: nn.Module | Mapping[int, str]
-) -> dict[str, tuple[State, dict[str, Any]]]:
-    """An optimizer's state of parameters that are not among those trained by a compiled update (they are frozen): by
-    name its tensors, and its numbers."""
-    named = names_by_id(names)
-    by_name: dict[str, tuple[State, dict[str, Any]]] = {}
-    for param, kept in optimizer.state.items():
-        name = named.get(id(param), "")
-        if name and kept and name not in trained:
-            tensors = {slot: v for slot, v in kept.items() if isinstance(v, Tensor) and _is_of_elements(slot, v, param)}
-            by_name[name] = tensors, scalars_of({slot: v for slot, v in kept.items() if slot not in tensors})
-    return by_name
+def state_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, State]:
+    """An optimizer's own state by parameter: the tensors that have a value per element, or several."""
+    named = names_by_id(model)
+    return {
+        named[id(p)]: {slot: v for slot, v in kept.items() if isinstance(v, Tensor) and _is_of_elements(slot, v, p)}
+        for p, kept in optimizer.state.items()
+        if id(p) in named and kept
+    }
 
 
 def _is_of_elements(slot: str, value: Tensor, param: Tensor) -> bool:
@@ -286,7 +268,7 @@ class StepNumbers:
         known: dict[Any, ParameterState] = {}
         self._after = {}
         for name, kind in self.spec.kind_of.items():
-            own = kept_of(self._optimizer.state.get(self._params[name], {}), self.spec.slots(name))
+            own = kept_of(self._optimizer.state.get(self._params[name], {}), self.spec.slots[name])
             self._kept[name] = known.setdefault((kind, own.shown), own)
         self.stepped = {name for name, own in self._kept.items() if own.tensors or own.numbers}
 
@@ -309,13 +291,12 @@ class StepNumbers:
             if switches != kind.switches or tuple(numbers) != kind.numbers:
                 raise self._changed(kind, dict(switches))
             results |= {f"update{k}.{number}": x for number, x in numbers.items()}
-            for name in names:
-                slots = self.spec.slots(name)
-                if slots.keys() != before.tensors:
-                    first = _slots_of(kind.rule, options, self.spec.params[name])
-                    fills |= {(slot, name): first[slot][1] for slot in slots if slot not in before.tensors}
-            after = ParameterState(frozenset(self.spec.slots(members[0])), kept)
-            self._after |= dict.fromkeys(names, after)
+            slots = frozenset(self.spec.slots[members[0]])
+            missing = slots - before.tensors
+            for name in names if missing else ():
+                first = _slots_of(kind.rule, options, self.spec.params[name])
+                fills |= {(slot, name): first[slot][1] for slot in missing}
+            self._after |= dict.fromkeys(names, ParameterState(slots, kept))
         return results, fills
 
     def _changed(self, kind: UpdateKind, now: Mapping[str, Any]) -> OutdatedUpdate:

@@ -551,7 +551,7 @@ def _update(
     numbers = {name: writer.own["scalar", name] for name in optimizer.numbers()}
     for name, grad, param in zip(names, grads, params, strict=True):
         writer.origin = Origin("update", name)
-        state = {slot: writer.own["state", state_name(slot, name)] for slot in optimizer.slots(name)}
+        state = {slot: writer.own["state", state_name(slot, name)] for slot in optimizer.slots[name]}
         new, new_state = optimizer.update(name, param, grad, state, numbers, writer.call)
         results["param", name] = new
         results |= {("state", state_name(slot, name)): s for slot, s in new_state.items()}

@@ -67,7 +67,7 @@ def step_inputs(
     if optimizer is not None:
         scalars += [Input("scalar", name, Spec((), torch.float64)) for name in optimizer.numbers()]
         for p in (p for p in trained if p.name in optimizer.kind_of):
-            state += [Input("state", state_name(slot, p.name), spec) for slot, spec in optimizer.slots(p.name).items()]
+            state += [Input("state", state_name(slot, p.name), spec) for slot, spec in optimizer.slots[p.name].items()]
     acc = [Input("acc", p.name, p.spec) for p in trained] if is_accumulated else []
     buffers = [Input("buffer", n, spec_like(b)) for n, b in model.named_buffers()]
     inputs = [Input("batch", n, spec_like(t)) for n, t in zip(batch.names, batch.tensors, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshweave.capture.optimizer_groups import options_of, put_options
-from meshweave.capture.optimizers import number_like, resting_state
+from meshweave.capture.optimizers import number_like, state_tensors
 from meshweave.errors import CheckpointError
 from meshweave.ir.graph import Spec
 from meshweave.runtime.bindings import Bindings
@@ -167,8 +167,8 @@ class SavedState:
     def _optimizer_state(self) -> dict[str, tuple[dict[str, Tensor], list[str]]]:
         """By parameter, the tensors of its state, and the slots that are numbers."""
         by_name: dict[str, tuple[dict[str, Tensor], list[str]]] = {}
-        own = {} if self.optimizer is None else resting_state(self.optimizer, (), self.model)
-        for name, (tensors, _) in own.items():
+        own = {} if self.optimizer is None else state_tensors(self.optimizer, self.model)
+        for name, tensors in own.items():
             entries = self._entries(name)
             chosen = {s: entries.get(s) for s in self.slots.get(name, tensors)}
             kept = {slot: x for slot, x in chosen.items() if isinstance(x, Tensor)}
