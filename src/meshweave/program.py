@@ -8,7 +8,7 @@ from meshweave.capture.contract import Contract
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions
 from meshweave.cost.hardware import Costs
-from meshweave.ir.graph import StepGraph
+from meshweave.ir.graph import StepGraph, op_name, origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.optimize.overlap import OverlapReport
@@ -78,16 +78,18 @@ class Program(Planned):
         """Decisions that no plan states: where gradients are added up, in which order a sequence is stored, why no
         collective is decomposed, why default passes did nothing; also what was wrong with the program on disk."""
         rings = dict.fromkeys(report.note for report in self.optimized.rings)
-        notes = (
-            self.coupling,
-            self.accumulation,
-            self.sequence,
-            self.eager_update,
-            self.storage,
-            self.optimized.note,
-            *rings,
-        )
+        of_batch = (self.coupling, self._ahead_text, self.accumulation, self.sequence)
+        notes = (*of_batch, self.eager_update, self.storage, self.optimized.note, *rings)
         return tuple(note for note in notes if note)
+
+    @property
+    def _ahead_text(self) -> str:
+        """What microbatches need of the whole batch."""
+        if self.ahead is None:
+            return ""
+        values = self.ahead.captured.output_values
+        shown = ", ".join(dict.fromkeys(f"{op_name(node.target)} at {origin_of(node)}" for node in values))
+        return f"of the whole batch, computed once before the first microbatch: {shown}"
 
     @property
     def is_sum(self) -> bool:

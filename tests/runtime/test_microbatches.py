@@ -95,6 +95,23 @@ def test_zero_and_an_argument_of_a_call() -> None:
         assert len(steps[0]._compiled.variants.all) <= 3
 
 
+def test_it_says_what_is_computed_ahead() -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(5, CLASSES).double()
+    step = mw.compile(
+        model,
+        loss=LOSSES["weighted"],
+        example=example(),
+        optimizer=torch.optim.SGD(model.parameters(), 0.5),
+        mesh="",
+        forward=lambda m, b: m(b["x"]),
+        accumulate=2,
+    )
+    (note,) = (note for note in step.program.notes if "before the first microbatch" in note)
+    assert "aten.sum" in note
+    assert "test_microbatches.py" in note
+
+
 def test_what_couples_microbatches_is_a_warning_or_an_error(caplog: pytest.LogCaptureFixture) -> None:
     def coupled(out: Tensor, batch: Batch) -> Tensor:
         return out.exp().mean().log()
