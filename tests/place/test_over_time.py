@@ -144,6 +144,23 @@ def test_what_couples_rows_is_named(name: str) -> None:
         microbatches_of(step, cut_over_time(step, 2))
 
 
+FAR = torch.arange(ROWS).flip(0)
+BY_NUMBER: dict[str, Loss] = {
+    "index": lambda o, b: o[FAR].mean(),
+    "index_select": lambda o, b: o.index_select(0, FAR).mean(),
+    "gather": lambda o, b: o.gather(0, FAR[:, None].expand(ROWS, CLASSES)).mean(),
+    "embedding": lambda o, b: F.embedding(FAR, o).sum(),
+    "positions": lambda o, b: (o.sum(1) * torch.arange(float(ROWS), dtype=F64)).mean(),
+}
+
+
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_rows_by_number_are_no_cut(name: str) -> None:
+    step, _ = captured(BY_NUMBER[name])
+    with pytest.raises(NoCutError, match="which rows of the batch"):
+        microbatches_of(step, cut_over_time(step, 2))
+
+
 def test_batch_norm_is_named() -> None:
     step, _ = captured(lambda o, b: o.mean(), norm=True)
     assert cut_over_time(step, 2).couplings

@@ -12,12 +12,22 @@ import torch
 from torch import fx
 
 from meshweave.errors import MeshweaveError
-from meshweave.ir.graph import Input, Spec, StepGraph, map_nodes, op_name, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import (
+    Input,
+    Spec,
+    StepGraph,
+    erase_unused,
+    map_nodes,
+    op_name,
+    origin_of,
+    spec_of,
+    tensor_inputs,
+)
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import is_even
 from meshweave.ir.traits import RANDOM
 from meshweave.ops.registry import result_specs, row_for
-from meshweave.place.assign import follow_result
+from meshweave.place.assign import Assignment, Shard, follow_result
 from meshweave.place.over_time import TIME, CutOverTime, adds_number, is_op
 
 aten = torch.ops.aten
@@ -91,6 +101,7 @@ class _MicrobatchWriter:
             self.result(value) if value in sums else self.any_form(value) for value in self.step.results.values()
         ]
         self.graph.output(results)
+        erase_unused(self.graph, list(self.graph.nodes))  # parts of what is known ahead
         return StepGraph(self.graph, tuple(inputs), self.step.outputs, self.step.constants)
 
     def input(self, node: fx.Node, item: Input) -> Input:
@@ -125,7 +136,7 @@ class _MicrobatchWriter:
         if node in self.cut.averaged:
             given = [self.estimate(x, at) for x, at in zip(given, chosen.operands, strict=True)]
         layout = self.cut.layouts.get(node)  # None: it has several results
-        self.values[node, layout] = local = self.written(node, given, layout, chosen.operands)
+        self.values[node, layout] = local = self.written(node, given, layout, chosen)
         if adds_number(node) and layout is not None and layout.partial:
             count = self.mesh.num_devices
             shares = (arg if isinstance(arg, fx.Node) else arg / count for arg in local.args[:2])  # type: ignore[operator]
@@ -171,21 +182,21 @@ class _MicrobatchWriter:
             where = str(origin_of(value))
             raise NoCutError("an op needs its rows of a value of the whole batch", got=value.name, where=where)
         given = [self.value(n, layout) for n, layout in zip(operands, option.operands, strict=True)]
-        return self.written(value, given, wanted, option.operands)
+        return self.written(value, given, wanted, option)
 
-    def written(
-        self, node: fx.Node, given: Sequence[fx.Node], layout: Layout | None, operands: Sequence[Layout]
-    ) -> fx.Node:
+    def written(self, node: fx.Node, given: Sequence[fx.Node], layout: Layout | None, chosen: Assignment) -> fx.Node:
         """An op on the rows of a microbatch."""
         rest = iter(given)
         args, kwargs = map_nodes(node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n)
-        is_cut = any(each.sharded_axes for each in (*operands, *([layout] if layout is not None else [])))
+        is_cut = any(each.sharded_axes for each in (*chosen.operands, *chosen.results))
         on_piece = row_for(node).on_piece
+        indexed = {factor for dim in on_piece.looked_up(node, row_for(node).rule(node)) for factor in dim}
+        is_indexed = any(isinstance(role, Shard) and role.factor in indexed for _, role in chosen.roles)
         if is_cut and node.target in RANDOM:
             assert layout is not None
             size = list(self.local_shape(spec_of(node), layout))
             args = (*args[:3], size, [0] * len(size), size, *args[6:])
-        elif is_cut and not on_piece.in_chunks and node not in self.cut.averaged:
+        elif is_cut and (is_indexed or not on_piece.in_chunks) and node not in self.cut.averaged:
             raise NoCutError(
                 "an op depends on which rows of the batch it gets", got=node.name, where=str(origin_of(node))
             )
