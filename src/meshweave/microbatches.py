@@ -43,9 +43,8 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
     `capture(example=, options=)` captures a step. The sums over microbatches of loss, metrics and gradients are those
     of the whole batch; else a warning says what couples microbatches, or a CaptureError with `exact_microbatches`.
     Raises PlanError for a batch that does not divide, and for numbers of rows of the whole batch."""
-    micro = Batch.of(example).micros(options.accumulate)[0]
     if options.accumulate == 1:
-        return MicrobatchStep(*capture(example=micro, options=options))
+        return MicrobatchStep(*capture(example=example, options=options))
     try:
         whole, contract = capture(example=example, options=replace(options, is_whole=True))
         check_rows_in_time(verify_step(whole), options.accumulate)
@@ -53,7 +52,7 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
         parts = microbatches_of(whole, cut)
     except (NoCutError, RuleError, CaptureError) as error:
         # what is wrong with the model itself is wrong with a microbatch, too
-        captured = capture(example=micro, options=options)
+        captured = capture(example=Batch.of(example).micros(options.accumulate)[0], options=options)
         return MicrobatchStep(*captured, coupling=_coupling(error, options))
     if cut.averaged:
         lines = ", ".join(sorted({str(origin_of(node)) for node in cut.averaged}))

@@ -189,6 +189,13 @@ def test_entries_are_cut_by_their_use() -> None:
     assert cut_over_time(step, 2).rows == {"x", "y"}
 
 
+def test_entries_may_come_in_any_order() -> None:
+    """The first entry is no rows, though its size is none that the number of microbatches divides."""
+    source = StepSource(Small(), lambda o, b: (o * b["scale"][:CLASSES]).mean(), lambda m, b: m(b["x"]))
+    step, _ = capture_source(source, {"scale": torch.ones(5, dtype=F64), **example()}, None, CaptureOptions())
+    assert cut_over_time(step, 2).rows == {"x"}
+
+
 def test_microbatches_of_different_sizes_are_no_cut() -> None:
     step, _ = captured(EXACT["mean"][0])
     with pytest.raises(NoCutError, match="different sizes"):

@@ -73,7 +73,8 @@ class Batch:
         have the batch's size there. Raises PlanError if the batch does not divide.
         """
         check_microbatches(parts)
-        size = batch_size(t.shape for t in self.tensors) or 0
+        shapes = dict(self.shapes)
+        size = batch_size(shape for name, shape in shapes.items() if names is None or name in names) or 0
         if size % parts:
             raise PlanError(
                 "the batch does not divide into microbatches",
@@ -81,8 +82,8 @@ class Batch:
                 expected=f"a batch size that {parts} divides",
                 hint="another number for this batch: step(batch, accumulate=1); or drop_last=True in the DataLoader",
             )
-        rows = [n for n, t in zip(self.names, self.tensors, strict=True) if t.dim() and t.shape[0] == size]
-        names = rows if names is None else names
+        if names is None:
+            names = [name for name, shape in shapes.items() if shape[:1] == (size,)]
         cut = [t.chunk(parts) if n in names else (t,) * parts for n, t in zip(self.names, self.tensors, strict=True)]
         return list(zip(*cut, strict=True))
 

@@ -53,6 +53,8 @@ def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
         first = cut.couplings[0]
         got, where = f"{op_name(first.node.target)} of {op_name(first.value.target)}", str(origin_of(first.node))
         raise NoCutError("an op needs a value of the rows of all microbatches", got=got, where=where)
+    if not cut.rows:
+        raise NoCutError("no entry of the batch has rows", got="0 entries that forward reads", where="the batch")
     sources = {(item.kind, item.name): node for node, item in step.sources.items()}
     for (kind, name), node in step.results.items():
         if kind == "buffer" and node is not sources[kind, name]:

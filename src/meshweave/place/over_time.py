@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from meshweave.capture.batch import batch_size
-from meshweave.ir.graph import StepGraph, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import Input, StepGraph, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, RANDOM
@@ -62,19 +61,22 @@ def cut_over_time(step: StepGraph, microbatches: int) -> CutOverTime:
 
 
 def tied_rows(step: StepGraph) -> frozenset[str]:
-    """The entries of the batch whose first dim has the rows of the batch: the loops of ops in forward and loss tie it
-    to the first dim of others. Of several sets of tied entries that with the most."""
-    num_rows = batch_size(item.spec.shape for item in step.inputs if item.kind == "batch")
+    """The entries of the batch whose first dim has the rows of the batch: ops of forward and loss loop over the first
+    dims of all of them together. Of several such sets that with the most entries, then elements."""
     loops = _TiedLoops()
     for node in step.graph.nodes:
         if is_op(node) and origin_of(node).phase in ("prepare", "forward", "loss"):
             loops.tie(row_for(node).rule(node), [*tensor_inputs(node), *results_of(node)])
-    groups: dict[object, list[str]] = {}
+    groups: dict[Place, list[Input]] = {}
     for node, item in step.sources.items():
-        if item.kind == "batch" and item.spec.shape[:1] == (num_rows,):
-            groups.setdefault(loops.root((node, 0)), []).append(item.name)
-    most: list[str] = max(groups.values(), key=lambda names: len(names), default=[])
-    return frozenset(most)
+        if item.kind == "batch" and item.spec.shape and node.users:
+            groups.setdefault(loops.root((node, 0)), []).append(item)
+    most: list[Input] = max(groups.values(), key=_extent, default=[])
+    return frozenset(item.name for item in most)
+
+
+def _extent(items: Sequence[Input]) -> tuple[int, int]:
+    return len(items), sum(item.spec.num_elements for item in items)
 
 
 Place = tuple[fx.Node, int]  # a dim of a value
