@@ -47,8 +47,8 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
         return MicrobatchStep(*capture(example=example, options=options))
     try:
         whole, contract = capture(example=example, options=replace(options, is_whole=True))
-        check_rows_in_time(verify_step(whole), options.accumulate)
-        cut = cut_over_time(whole, options.accumulate)
+        cut = cut_over_time(verify_step(whole), options.accumulate)
+        check_rows_in_time(whole, cut.rows, options.accumulate)
         parts = microbatches_of(whole, cut)
     except (NoCutError, RuleError, CaptureError) as error:
         # what is wrong with the model itself is wrong with a microbatch, too

@@ -41,7 +41,7 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Any]] = {
     "count in the batch": lambda o, b: F.cross_entropy(o, b["y"], reduction="sum") / b["count"],
     "sum": lambda o, b: o.pow(2).sum(),
     "weighted": lambda o, b: (F.cross_entropy(o, b["y"], reduction="none") * b["w"]).sum() / b["w"].sum(),
-    "no rows": lambda o, b: F.cross_entropy(o @ b["prototypes"].t(), (b["y"] > 0).long()),
+    "no rows": lambda o, b: F.cross_entropy(o @ b["prototypes"].t(), b["y"].clamp(min=0) + b["partner"]),
 }
 
 

@@ -8,7 +8,7 @@ the batch is that of the first ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +53,14 @@ class RowLookup:
     is_table: bool
 
 
-def row_lookups(step: StepGraph) -> list[RowLookup]:
-    """The lookups in rows of the batch, and sums of rows, in forward and loss of a captured step."""
-    num_rows = batch_size(item.spec.shape for item in step.inputs if item.kind == "batch")
+def row_lookups(step: StepGraph, entries: Collection[str] | None = None) -> list[RowLookup]:
+    """The lookups in rows of the batch, and sums of rows, in forward and loss of a captured step. `entries` are those
+    with the rows of the batch, by default those with as many rows as the first."""
+    named = [item for item in step.inputs if item.kind == "batch" and (entries is None or item.name in entries)]
+    num_rows = batch_size(item.spec.shape for item in named)
     batch = {node: item for node, item in step.sources.items() if item.kind in ("batch", "buffer")}
     # The dims of a value that hold rows of the batch, and the entries and buffers from which integers are computed.
-    own = [n for n, item in batch.items() if item.kind == "batch" and item.spec.shape[:1] == (num_rows,)]
+    own = [n for n, item in batch.items() if item in named and item.spec.shape[:1] == (num_rows,)]
     rows: _Rows = {n: {0: (1, num_rows)} for n in own if num_rows}
     numbers = {n: (item.kind, item.name) for n, item in batch.items() if item.spec.is_integer}
     origins = {n: frozenset({name if kind == "batch" else f"buffer {name}"}) for n, (kind, name) in numbers.items()}
@@ -110,15 +112,15 @@ def check_own_rows(step: StepGraph, num_parts: int) -> None:
         )
 
 
-def check_rows_in_time(step: StepGraph, microbatches: int) -> None:
-    """PlanError if a step on the whole batch chooses rows of it by numbers: a microbatch has only some of them."""
-    for lookup in row_lookups(step):
+def check_rows_in_time(step: StepGraph, entries: Collection[str], microbatches: int) -> None:
+    """PlanError if a step on the whole batch chooses rows of its `entries` by numbers: a microbatch has only some."""
+    for lookup in row_lookups(step, entries):
         if lookup.entries and not lookup.is_table:
-            entries = ", ".join(f"'{name}'" for name in lookup.entries)
+            numbers = ", ".join(f"'{name}'" for name in lookup.entries)
             raise PlanError(
                 "rows of the batch are chosen by numbers, and a microbatch has only some rows",
                 where=str(origin_of(lookup.node)),
-                got=f"{op_name(lookup.node.target)} by {entries}, with accumulate={microbatches}",
+                got=f"{op_name(lookup.node.target)} by {numbers}, with accumulate={microbatches}",
                 expected="row by row, so that a microbatch needs its own rows alone",
                 hint="accumulate=1 for this step; or choose the rows before the batch is passed (an entry "
                 "batch['partner'] = x[numbers] beside x)",
