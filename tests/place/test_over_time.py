@@ -101,6 +101,7 @@ EXACT: dict[str, tuple[Loss, int]] = {  # with the number of values that are nee
     "sum over a count in the batch": (lambda o, b: F.cross_entropy(o, b["y"], reduction="sum") / b["count"], 0),
     "sum over a count in the loss": (lambda o, b: per_row(o, b).sum() / tokens(b).sum(), 1),
     "sum": (lambda o, b: o.pow(2).sum(), 0),
+    "a count and one": (lambda o, b: (per_row(o, b).sum() / (tokens(b).sum() + 1), {"n": tokens(b).sum() + 1}), 1),
     "a number beside a mean": (lambda o, b: 2 - (o.pow(2).mean() + 1.5), 0),
     "mean": (lambda o, b: o.pow(2).mean(), 0),
     "mean of means of rows": (lambda o, b: (o * b["w"][:, None]).mean(1).mean(), 0),

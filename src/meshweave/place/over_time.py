@@ -204,8 +204,9 @@ def _rule(node: fx.Node, operands: Sequence[fx.Node]) -> Rule:
 
 
 def adds_number(node: fx.Node) -> bool:
-    """Whether an op adds a Python number to a tensor."""
-    return node.target in _ADDITIONS and not all(isinstance(arg, fx.Node) for arg in node.args[:2])
+    """Whether an op adds a Python number to a floating-point tensor."""
+    has_number = node.target in _ADDITIONS and not all(isinstance(arg, fx.Node) for arg in node.args[:2])
+    return has_number and spec_of(node).dtype.is_floating_point
 
 
 def is_free(has: Layout, wanted: Layout) -> bool:
