@@ -124,6 +124,14 @@ def test_stages_overlap_in_a_pipeline_and_not_one_after_the_other(stages: Progra
     assert any("runs microbatches one after the other" in note for note in one.notes)
 
 
+def test_microbatches_are_numbered_as_in_measured_steps(stages: Program) -> None:
+    """tests/runtime/test_tracing.py has the same numbers."""
+    for name in ("sequential", "1f1b"):
+        spans = simulate(stages, "h100", pipeline=name).spans  # type: ignore[arg-type]
+        numbers = {phase: {s.microbatch for s in spans if s.phase == phase} for phase in ("forward", "update")}
+        assert numbers == {"forward": set(range(8)), "update": {0}}
+
+
 # bad input
 
 

@@ -211,7 +211,8 @@ def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
                 bytes=task.received if task.kernel is None else float(sum(work.bytes for work in task.kernel.works)),
                 layout=task.node.meta.get("move", "") if task.kind == "copy" else "",
                 group=task.group,
-                microbatch=task.microbatch,
+                # of what runs once, as in a measured step: the page pairs the spans of two runs by it
+                microbatch=0 if origin.phase == "update" else task.microbatch,
                 exposed_seconds=exposure.exposed.get(task_index, 0.0),
                 reasons=tuple(
                     type(r)(r.kind, r.seconds, r.text, number.get(r.blocker, -1))
