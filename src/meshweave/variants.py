@@ -88,9 +88,8 @@ class Variant:
 
     def fits(self, batch: Batch, is_local: bool) -> bool:
         """Whether microbatches match the shapes of this program: the global shapes, or this rank's (`is_local`)."""
-        micro = dict(zip(batch.names, batch.split(self.accumulate, self.program.rows)[0], strict=True))
-        shapes = {i.name: self.local_shape(i) if is_local else i.spec.shape for i in self.batch}
-        return all(name in micro and tuple(micro[name].shape) == shape for name, shape in shapes.items())
+        shapes = batch.shapes_in_parts(self.accumulate, self.program.rows)
+        return all(shapes.get(i.name) == (self.local_shape(i) if is_local else i.spec.shape) for i in self.batch)
 
 
 class Variants:

@@ -72,9 +72,19 @@ class Batch:
         """The tensors of each of `parts` equal microbatches: those named are cut along dim 0, by default those that
         have the batch's size there. Raises PlanError if the batch does not divide.
         """
+        rows = self._rows(parts, names)
+        cut = [t.chunk(parts) if n in rows else (t,) * parts for n, t in zip(self.names, self.tensors, strict=True)]
+        return list(zip(*cut, strict=True))
+
+    def shapes_in_parts(self, parts: int, names: Collection[str] | None = None) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors of a microbatch, by name, as `split` cuts them."""
+        rows = self._rows(parts, names)
+        return {name: (shape[0] // parts, *shape[1:]) if name in rows else shape for name, shape in self.shapes}
+
+    def _rows(self, parts: int, names: Collection[str] | None) -> Collection[str]:
+        """The names of the tensors that microbatches cut. Raises PlanError if the batch does not divide."""
         check_microbatches(parts)
-        shapes = dict(self.shapes)
-        size = batch_size(shape for name, shape in shapes.items() if names is None or name in names) or 0
+        size = batch_size(shape for name, shape in self.shapes if names is None or name in names) or 0
         if size % parts:
             raise PlanError(
                 "the batch does not divide into microbatches",
@@ -82,10 +92,7 @@ class Batch:
                 expected=f"a batch size that {parts} divides",
                 hint="another number for this batch: step(batch, accumulate=1); or drop_last=True in the DataLoader",
             )
-        if names is None:
-            names = [name for name, shape in shapes.items() if shape[:1] == (size,)]
-        cut = [t.chunk(parts) if n in names else (t,) * parts for n, t in zip(self.names, self.tensors, strict=True)]
-        return list(zip(*cut, strict=True))
+        return names if names is not None else [name for name, shape in self.shapes if shape[:1] == (size,)]
 
     def micros(self, parts: int) -> list[Any]:
         """The microbatches, each with the structure of the batch."""
