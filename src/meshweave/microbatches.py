@@ -61,7 +61,7 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
             options.accumulate, lines,
         )  # fmt: skip
     ahead = None if parts.ahead is None else verify_step(parts.ahead)
-    return MicrobatchStep(verify_step(parts.step), contract, cut.rows, ahead)
+    return MicrobatchStep(parts.step, contract, cut.rows, ahead)
 
 
 def _coupling(error: NoCutError | RuleError | CaptureError, options: CaptureOptions) -> str:

@@ -218,6 +218,17 @@ def value_numbers(
     return numbers
 
 
+def with_ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    ancestors, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            waiting += node.all_input_nodes
+    return ancestors
+
+
 def erase_unused(
     graph: fx.Graph, nodes: Iterable[fx.Node], stays: Callable[[fx.Node], bool] = lambda node: False
 ) -> None:

@@ -22,13 +22,14 @@ from meshweave.ir.graph import (
     origin_of,
     spec_of,
     tensor_inputs,
+    with_ancestors,
 )
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import is_even
 from meshweave.ir.traits import RANDOM
 from meshweave.ops.registry import result_specs, row_for
 from meshweave.place.assign import Assignment, Shard, follow_result
-from meshweave.place.over_time import TIME, CutOverTime, adds_number, is_op
+from meshweave.place.over_time import CutOverTime, adds_number, as_sum, is_op
 
 aten = torch.ops.aten
 _SUMS = ("loss", "metric", "grad")  # outputs that are added up over the microbatches
@@ -65,12 +66,7 @@ def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
 
 def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
     """What the microbatches need of the whole batch, on the whole batch."""
-    needed, waiting = set[fx.Node](), list(cut.ahead)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
+    needed = with_ancestors(cut.ahead)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in step.graph.nodes:
         if node in needed:
@@ -121,11 +117,7 @@ class _MicrobatchWriter:
         return Input("ahead", value.name, spec_of(value))
 
     def whole(self, value: fx.Node) -> Layout:
-        return Layout.replicated(self.mesh, len(spec_of(value).shape))
-
-    @property
-    def mesh(self) -> Any:
-        return next(iter(self.cut.layouts.values())).mesh
+        return Layout.replicated(self.cut.mesh, len(spec_of(value).shape))
 
     def node(self, node: fx.Node) -> None:
         if node.target is operator.getitem or node not in self.cut.calls:
@@ -134,13 +126,15 @@ class _MicrobatchWriter:
             self.values[node, layout] = self.call(node, args, kwargs, layout)
             return
         chosen = self.cut.calls[node]
-        given = [self.value(value, layout) for value, layout in zip(tensor_inputs(node), chosen.operands, strict=True)]
+        operands = [
+            self.value(value, layout) for value, layout in zip(tensor_inputs(node), chosen.operands, strict=True)
+        ]
         if node in self.cut.averaged:
-            given = [self.estimate(x, at) for x, at in zip(given, chosen.operands, strict=True)]
+            operands = [self.estimate(x, at) for x, at in zip(operands, chosen.operands, strict=True)]
         layout = self.cut.layouts.get(node)  # None: it has several results
-        self.values[node, layout] = local = self.written(node, given, layout, chosen)
+        self.values[node, layout] = local = self.written(node, operands, layout, chosen)
         if adds_number(node) and layout is not None and layout.partial:
-            count = self.mesh.num_devices
+            count = self.cut.mesh.num_devices
             shares = (arg if isinstance(arg, fx.Node) else arg / count for arg in local.args[:2])  # type: ignore[operator]
             local.args = (*shares, *local.args[2:])
 
@@ -148,9 +142,13 @@ class _MicrobatchWriter:
         """What a microbatch takes for a value of the whole batch: its sum times their number."""
         if not layout.partial:
             return local
-        whole = self.graph.call_function(aten.mul.Scalar, (local, self.mesh.num_devices))
-        whole.meta.update(local.meta)
-        return whole
+        return self.scaled(aten.mul.Scalar, local)
+
+    def scaled(self, target: Any, local: fx.Node) -> fx.Node:
+        """A value times, or divided by, the number of microbatches."""
+        new = self.graph.call_function(target, (local, self.cut.mesh.num_devices))
+        new.meta.update(local.meta)
+        return new
 
     def any_form(self, node: fx.Node) -> fx.Node:
         """A value as it is: after backward gradients are sums over all microbatches."""
@@ -160,7 +158,7 @@ class _MicrobatchWriter:
         """A microbatch's share of a result that is added up."""
         layout = self.cut.layouts.get(value)
         if layout is not None and not layout.partial:
-            return self.value(value, Layout(layout.mesh, layout.dims, ((TIME, "sum"),)))
+            return self.value(value, as_sum(layout))
         return self.any_form(value)
 
     def value(self, value: fx.Node, wanted: Layout) -> fx.Node:
@@ -172,10 +170,7 @@ class _MicrobatchWriter:
 
     def formed(self, value: fx.Node, wanted: Layout) -> fx.Node:
         if wanted.partial:  # each microbatch has its share of a value that all have
-            whole = self.values[value, self.whole(value)]
-            shared = self.graph.call_function(aten.div.Scalar, (whole, self.mesh.num_devices))
-            shared.meta.update(whole.meta)
-            return shared
+            return self.scaled(aten.div.Scalar, self.values[value, self.whole(value)])
         operands, option = tensor_inputs(value), None
         if is_op(value) and isinstance(value.meta["spec"], Spec):
             rule = row_for(value).rule(value)
@@ -183,26 +178,27 @@ class _MicrobatchWriter:
         if option is None or option.results[0] != wanted:
             where = str(origin_of(value))
             raise NoCutError("an op needs its rows of a value of the whole batch", got=value.name, where=where)
-        given = [self.value(n, layout) for n, layout in zip(operands, option.operands, strict=True)]
-        return self.written(value, given, wanted, option)
+        rows = [self.value(n, layout) for n, layout in zip(operands, option.operands, strict=True)]
+        return self.written(value, rows, wanted, option)
 
-    def written(self, node: fx.Node, given: Sequence[fx.Node], layout: Layout | None, chosen: Assignment) -> fx.Node:
+    def written(self, node: fx.Node, operands: Sequence[fx.Node], layout: Layout | None, chosen: Assignment) -> fx.Node:
         """An op on the rows of a microbatch."""
-        rest = iter(given)
+        rest = iter(operands)
         args, kwargs = map_nodes(node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n)
-        is_cut = any(each.sharded_axes for each in (*chosen.operands, *chosen.results))
+        if not any(each.sharded_axes for each in (*chosen.operands, *chosen.results)):
+            return self.call(node, args, kwargs, layout)
         on_piece = row_for(node).on_piece
         indexed = {factor for dim in on_piece.looked_up(node, row_for(node).rule(node)) for factor in dim}
         is_indexed = any(isinstance(role, Shard) and role.factor in indexed for _, role in chosen.roles)
-        if is_cut and node.target in RANDOM:
+        if node.target in RANDOM:
             assert layout is not None
             size = list(self.local_shape(spec_of(node), layout))
             args = (*args[:3], size, [0] * len(size), size, *args[6:])
-        elif is_cut and (is_indexed or not on_piece.in_chunks) and node not in self.cut.averaged:
+        elif (is_indexed or not on_piece.in_chunks) and node not in self.cut.averaged:
             raise NoCutError(
                 "an op depends on which rows of the batch it gets", got=node.name, where=str(origin_of(node))
             )
-        elif is_cut and on_piece.shape_at >= 0 and layout is not None:
+        elif on_piece.shape_at >= 0 and layout is not None:
             size = list(self.local_shape(spec_of(node), layout))
             args = (*args[: on_piece.shape_at], size, *args[on_piece.shape_at + 1 :])
         return self.call(node, args, kwargs, layout)
@@ -224,6 +220,6 @@ class _MicrobatchWriter:
         for d, dim in enumerate(layout.dims):
             if dim.axes and not is_even(spec.shape[d], layout.parts(d), dim.unit):
                 raise NoCutError(
-                    "microbatches of different sizes", got=f"{spec.shape[d]} rows in {self.mesh.num_devices}"
+                    "microbatches of different sizes", got=f"{spec.shape[d]} rows in {self.cut.mesh.num_devices}"
                 )
         return layout.local_shape(spec.shape)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, StepGraph, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import Input, StepGraph, origin_of, spec_of, tensor_inputs, with_ancestors
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, RANDOM
@@ -38,7 +38,7 @@ class Coupling:
 
 @dataclass(frozen=True, slots=True)
 class CutOverTime:
-    """A step whose batch is cut over axis `time`.
+    """A step whose batch is cut over the only axis of `mesh`.
 
     `layouts` are those of all values of forward and backward, `calls` how its ops run. `ahead`: values of the batch
     that are needed whole, each computed for all microbatches before the first. `rows`: the entries of the batch that
@@ -46,6 +46,7 @@ class CutOverTime:
     metric is their mean.
     """
 
+    mesh: Mesh
     layouts: Mapping[fx.Node, Layout]
     calls: Mapping[fx.Node, Assignment]
     rows: frozenset[str]
@@ -101,8 +102,8 @@ class _TiedLoops:
                 if value is None or factor < 0:
                     continue
                 root = self.root((value, d))
-                if (known := self.root(first.setdefault(factor, root))) != root:
-                    self.parents[root] = known
+                if (other := self.root(first.setdefault(factor, root))) != root:
+                    self.parents[root] = other
 
 
 @dataclass(slots=True)
@@ -116,7 +117,10 @@ class _TimeCut:
     ahead: dict[fx.Node, None] = field(default_factory=dict)
     couplings: list[Coupling] = field(default_factory=list)
     averaged: list[fx.Node] = field(default_factory=list)
-    trained: set[fx.Node] = field(default_factory=set)  # what other results than metrics need
+    trained: set[fx.Node] = field(init=False)  # what other results than metrics need
+
+    def __post_init__(self) -> None:
+        self.trained = with_ancestors(value for (kind, _), value in self.step.results.items() if kind != "metric")
 
     def run(self) -> CutOverTime:
         for node, item in self.step.sources.items():
@@ -124,33 +128,26 @@ class _TimeCut:
             is_cut = item.kind == "batch" and item.name in self.rows
             self.layouts[node] = Layout.of(self.mesh, rank, {0: (TIME,)} if is_cut else {})
             if item.kind == "acc":
-                self.layouts[node] = Layout(self.mesh, Layout.replicated(self.mesh, rank).dims, ((TIME, "sum"),))
+                self.layouts[node] = as_sum(self.layouts[node])
             if item.kind in ("param", "state", "acc") or item.name == "draw":
                 self.coupled.add(node)
-        waiting = [value for (kind, _), value in self.step.results.items() if kind != "metric"]
-        while waiting:
-            if (node := waiting.pop()) not in self.trained:
-                self.trained.add(node)
-                waiting += node.all_input_nodes
         for node in self.step.graph.nodes:
             if is_op(node) and origin_of(node).phase in _PHASES:
                 self.op(node)
-        return CutOverTime(
-            self.layouts, self.calls, self.rows, tuple(self.ahead), tuple(self.couplings), tuple(self.averaged)
-        )
+        lists = tuple(self.ahead), tuple(self.couplings), tuple(self.averaged)
+        return CutOverTime(self.mesh, self.layouts, self.calls, self.rows, *lists)
 
     def op(self, node: fx.Node) -> None:
         operands, results = tensor_inputs(node), results_of(node)
         if node.target in RANDOM or not self.coupled.isdisjoint(operands):
             self.coupled.update(n for n in (node, *results) if n is not None)
         chosen = self.choose(node, operands)
-        if node not in self.trained and self.is_number_of_rows(node, operands, chosen):
+        moved = self.moved(operands, chosen)
+        if node not in self.trained and not self.coupled.isdisjoint(moved) and self.is_number_of_rows(node, operands):
             self.averaged.append(node)
-            chosen = replace(chosen, operands=tuple(map(self.layout, operands)))
+            chosen, moved = replace(chosen, operands=tuple(map(self.layout, operands))), []
         self.calls[node] = chosen
-        for value, wanted in zip(operands, chosen.operands, strict=True):
-            if is_free(self.layout(value), wanted):
-                continue
+        for value in moved:
             if value in self.coupled:
                 self.couplings.append(Coupling(node, value))
             else:
@@ -159,14 +156,17 @@ class _TimeCut:
             if result is not None:
                 self.layouts[result] = layout
 
-    def is_number_of_rows(self, node: fx.Node, operands: Sequence[fx.Node], chosen: Assignment) -> bool:
-        """Whether an op couples microbatches, and can have a result for the rows of each."""
-        rule, has = row_for(node).rule(node), list(map(self.layout, operands))
-        coupled = [v for v, a, b in zip(operands, has, chosen.operands, strict=True) if not is_free(a, b)]
+    def is_number_of_rows(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
+        """Whether an op can have a result for the rows of each microbatch: one without a dim of rows."""
+        rule, has = row_for(node).rule(node), map(self.layout, operands)
         pairs = [pair for dims, at in zip(rule.operands, has, strict=True) for pair in zip(dims, at.dims, strict=True)]
         loops = {factor for dim, sharding in pairs if sharding.axes for factor in dim}
-        is_alone = not any(loops.intersection(dim) for dims in rule.results for dim in dims)
-        return bool(self.coupled.intersection(coupled)) and is_alone
+        return not any(loops.intersection(dim) for dims in rule.results for dim in dims)
+
+    def moved(self, operands: Sequence[fx.Node], option: Assignment) -> list[fx.Node]:
+        """The operands that an op so cut needs of other microbatches, too."""
+        pairs = zip(operands, option.operands, strict=True)
+        return [value for value, wanted in pairs if not is_free(self.layout(value), wanted)]
 
     def layout(self, value: fx.Node) -> Layout:
         """The layout of a value; one that is known ahead is whole everywhere."""
@@ -179,15 +179,16 @@ class _TimeCut:
         options = candidates(rule, self.mesh, [(layout,) for layout in layouts], specs, result_specs(node))
 
         def trouble(option: Assignment) -> tuple[int, int, int]:
-            moved = [
-                value
-                for value, has, wanted in zip(operands, layouts, option.operands, strict=True)
-                if not is_free(has, wanted)
-            ]
+            moved = self.moved(operands, option)
             once = sum(wanted.partial != has.partial for has, wanted in zip(layouts, option.operands, strict=True))
             return len(self.coupled.intersection(moved)), len(moved), once
 
         return min(options, key=trouble)
+
+
+def as_sum(layout: Layout) -> Layout:
+    """The layout of a value that is the sum of what the microbatches have."""
+    return Layout(layout.mesh, layout.dims, ((TIME, "sum"),))
 
 
 def is_op(node: fx.Node) -> bool:
