@@ -18,8 +18,6 @@ ScheduleName = Literal["sequential", "gpipe", "1f1b"]
 _LETTERS: Mapping[Kind, str] = {
     "unshard": "G", "forward": "F", "report": "L", "backward": "B", "reduce": "R", "update": "U",
 }  # fmt: skip
-
-
 Kinds = tuple[Kind, ...]  # of sections that run together, in the order of the graph
 
 
@@ -56,11 +54,10 @@ def forms_of(actions: Actions) -> list[tuple[Kinds, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of each role, for `microbatches` each. What a role runs once per step, it runs with its first
-    microbatch (unshard) or its last (reduce, update). Sections that no role has are left out."""
+    """The actions of each role. What a role runs once per step, it runs with its first microbatch (unshard) or its last
+    (reduce, update). Sections that no role has are left out."""
 
     name: ScheduleName
-    microbatches: int
     of_role: tuple[Actions, ...]
 
     @property
@@ -84,7 +81,7 @@ def schedule_of(name: ScheduleName, sections: Sequence[Sections], microbatches: 
     stages = stage_numbers(sections) if name == "1f1b" else [0] * len(sections)
     ahead = [max(stages) - stage for stage in stages]
     kinds = {"forward", "backward", "update"}.union(*(its.kinds.values() for its in sections))
-    return Schedule(name, microbatches, tuple(actions_of(name, microbatches, count, kinds) for count in ahead))
+    return Schedule(name, tuple(actions_of(name, microbatches, count, kinds) for count in ahead))
 
 
 def actions_of(name: ScheduleName, microbatches: int, stages_after: int = 0, kinds: Collection[str] = KINDS) -> Actions:

@@ -52,6 +52,16 @@ class RowLookup:
     entries: tuple[str, ...]
     is_table: bool
 
+    @property
+    def names(self) -> str:
+        """The entries, for messages."""
+        return ", ".join(f"'{name}'" for name in self.entries)
+
+    @property
+    def call(self) -> str:
+        """The op and what it chooses by, for messages."""
+        return f"{op_name(self.node.target)} {f'by {self.names}' if self.entries else 'of rows'}"
+
 
 def row_lookups(step: StepGraph, entries: Collection[str] | None = None) -> list[RowLookup]:
     """The lookups in rows of the batch, and sums of rows, in forward and loss of a captured step. `entries` are those
@@ -84,19 +94,18 @@ def check_own_rows(step: StepGraph, num_parts: int) -> None:
     """PlanError if a step on rows of `num_parts` ranks chooses rows of the batch by numbers that are the ranks' own.
     Sums of rows in a table that all ranks share are noted in the log."""
     for lookup in row_lookups(step):
-        entries = ", ".join(f"'{name}'" for name in lookup.entries)
         if lookup.is_table:
             _NOTES.warning(
                 "%s: rows are added up by %s, over the rows of all %d ranks: with batch='local', too, a place of the "
                 "table is one for all ranks. If each rank counts places of its own from 0, add the rank's first place",
-                origin_of(lookup.node), entries, num_parts,
+                origin_of(lookup.node), lookup.names, num_parts,
             )  # fmt: skip
             continue
         if not lookup.entries:
             raise PlanError(
                 "a part of the batch is taken by the place of its rows, and each rank passes rows of its own",
                 where=str(origin_of(lookup.node)),
-                got=f"{op_name(lookup.node.target)} of rows, with batch='local' on {num_parts} ranks",
+                got=f"{lookup.call}, with batch='local' on {num_parts} ranks",
                 expected="places in the global batch, which is the rows of all ranks, in order of rank",
                 hint="if each rank's batch has its parts one after the other (chosen and rejected, two views), make "
                 "each part an entry of the batch and torch.cat them in forward; or pass the global batch on every "
@@ -105,7 +114,7 @@ def check_own_rows(step: StepGraph, num_parts: int) -> None:
         raise PlanError(
             "rows of the batch are chosen by numbers, and each rank passes rows of its own",
             where=str(origin_of(lookup.node)),
-            got=f"{op_name(lookup.node.target)} by {entries}, with batch='local' on {num_parts} ranks",
+            got=f"{lookup.call}, with batch='local' on {num_parts} ranks",
             expected="numbers of rows of the global batch, which are those of all ranks, in order of rank",
             hint="pass the global batch on every rank (batch='global'), in which numbers count rows of that batch; or "
             "give samples a dim of their own (x [samples, nodes, features]), and choose along the dim of the nodes",
@@ -116,11 +125,10 @@ def check_rows_in_time(step: StepGraph, entries: Collection[str], microbatches: 
     """PlanError if a step on the whole batch chooses rows of its `entries` by numbers: a microbatch has only some."""
     for lookup in row_lookups(step, entries):
         if lookup.entries and not lookup.is_table:
-            numbers = ", ".join(f"'{name}'" for name in lookup.entries)
             raise PlanError(
                 "rows of the batch are chosen by numbers, and a microbatch has only some rows",
                 where=str(origin_of(lookup.node)),
-                got=f"{op_name(lookup.node.target)} by {numbers}, with accumulate={microbatches}",
+                got=f"{lookup.call}, with accumulate={microbatches}",
                 expected="row by row, so that a microbatch needs its own rows alone",
                 hint="accumulate=1 for this step; or choose the rows before the batch is passed (an entry "
                 "batch['partner'] = x[numbers] beside x)",

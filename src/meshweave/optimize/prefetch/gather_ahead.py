@@ -10,7 +10,7 @@ from torch import fx
 
 from meshweave.errors import PlanError
 from meshweave.ir.collectives import COLLECTIVES, STARTS, WAIT
-from meshweave.ir.graph import PARTS, block_name, origin_of
+from meshweave.ir.graph import PARTS, block_name, origin_of, with_ancestors
 from meshweave.ir.rank import SYMBOLS, RankGraph, distinct_operands
 
 
@@ -88,13 +88,7 @@ def block_of(node: fx.Node) -> str:
 
 def _chain(start: fx.Node, order: dict[fx.Node, int]) -> Sequence[fx.Node]:
     """The ops that compute the operand of a start, in order."""
-    chain: dict[fx.Node, None] = {}
-    waiting = list(start.all_input_nodes)
-    while waiting:
-        node = waiting.pop()
-        if node.op == "call_function" and node not in chain:
-            chain[node] = None
-            waiting += node.all_input_nodes
+    chain = (node for node in with_ancestors(start.all_input_nodes) if node.op == "call_function")
     return sorted(chain, key=order.__getitem__)
 
 
