@@ -46,10 +46,10 @@ def lion(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -> tu
     return param * n["shrink"] + change * n["size"], {"exp_avg": mean * n["beta2"] + grad * n["rest2"]}
 
 
-def lion_numbers(o: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def lion_numbers(o: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     beta1, beta2 = o["betas"]
     numbers = {"beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2, "size": -o["lr"]}
-    return numbers | {"shrink": 1 - o["lr"] * o["decay"]}, {"count": kept.get("count", 0) + 1}
+    return numbers | {"shrink": 1 - o["lr"] * o["decay"]}, {"count": state.get("count", 0) + 1}
 
 
 mw.register_update(Lion, lion, lion_numbers, {"exp_avg": 0.0})

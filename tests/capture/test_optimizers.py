@@ -347,7 +347,7 @@ BAD: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_functions_that_are_no_update(case: str) -> None:
     model, (function, message) = Toy(), BAD[case]
-    mw.register_update(Mine, function, lambda options, kept: ({"rate": 0.5}, {}), {"mean": 0.0})
+    mw.register_update(Mine, function, lambda options, state: ({"rate": 0.5}, {}), {"mean": 0.0})
     try:
         spec = read_optimizer(Mine([model.w]), model)
         with pytest.raises(CaptureError, match=message):

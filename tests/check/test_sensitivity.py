@@ -139,7 +139,7 @@ MUTANTS = [
     decayed('grad + param * n["decay"]', "grad", SGD),
     sgd('state["momentum_buffer"] * n["momentum"] +', 'state["momentum_buffer"] * 0.0 +', SGD),
     sgd_numbers('1 - o["dampening"]', "1.0", partial(SGD, dampening=0.1)),
-    sgd_numbers('1.0 if "momentum_buffer" not in kept else ', "", partial(SGD, dampening=0.1)),
+    sgd_numbers('1.0 if "momentum_buffer" not in state else ', "", partial(SGD, dampening=0.1)),
     sgd('grad + buffer * n["momentum"] if', "buffer if", partial(SGD, nesterov=True)),
     decayed("-grad if", "grad if", partial(SGD, maximize=True)),
     Mutant(clipped, "norm + 1e-6", "norm", SGD, 0.1),

@@ -53,7 +53,7 @@ class ParameterState:
         return f"{sorted(self.tensors)} {sorted(numbers.items())}"
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """The state as the function of a row takes it."""
         return {**dict.fromkeys(self.tensors, True), **self.numbers}
 
@@ -197,7 +197,7 @@ def read_optimizer(optimizer: Optimizer, names: nn.Module | Mapping[int, str]) -
             start = kept_of(optimizer.state.get(p, {}), slots[name])
             key = index, start.shown, tuple(slots[name])
             if key not in kinds:
-                switches, numbers = _split(rule.numbers(options, start.kept)[0])
+                switches, numbers = _split(rule.numbers(options, start.values)[0])
                 kinds[key] = UpdateKind(index, rule, switches, tuple(numbers), rule.numbers(options, {})[1])
             kind_of[name] = [*kinds].index(key)
     maps = MappingProxyType(kind_of), MappingProxyType(params), MappingProxyType(slots)
@@ -286,7 +286,7 @@ class StepNumbers:
         for k, (kind, members) in enumerate(zip(self.spec.kinds, self._members, strict=True)):
             names = members if updated is None else [name for name in members if name in updated]
             before, options = self._kept_by_all(names or members[:1]), groups[kind.group]
-            values, kept = kind.rule.numbers(options, before.kept)
+            values, kept = kind.rule.numbers(options, before.values)
             switches, numbers = _split(values)
             if switches != kind.switches or tuple(numbers) != kind.numbers:
                 raise self._changed(kind, dict(switches))

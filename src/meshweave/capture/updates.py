@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from meshweave.errors import PlanError
 
 Options = Mapping[str, Any]
-Kept = Mapping[str, Any]
+SlotValues = Mapping[str, Any]
 Slots = Mapping[str, Any]  # by slot its first value, which every element has; or (value, shape)
 UpdateFunction = Callable[[Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Any]], tuple[Tensor, dict[str, Tensor]]]
-NumbersFunction = Callable[[Options, Kept], tuple[Mapping[str, Any], Kept]]
+NumbersFunction = Callable[[Options, SlotValues], tuple[Mapping[str, Any], SlotValues]]
 StateFunction = Callable[[Options, tuple[int, ...]], Slots]
 
 
@@ -49,8 +49,8 @@ def register_update(
         state by slot. It writes to no tensor, and is traced once for each shape. Parameters, gradients and state of 16
         bits come as float32, complex ones as pairs of real numbers in a last dim; results are rounded to what is
         stored.
-    numbers: (options, kept) -> (numbers, kept after the step), plain Python before every step. `options` are those of
-        the group, numbers as floats. `kept` is what the optimizer keeps for a parameter, by slot: its own numbers (a
+    numbers: (options, state) -> (numbers, state after the step), plain Python before every step. `options` are those of
+        the group, numbers as floats. `state` is what the optimizer keeps for a parameter, by slot: its own numbers (a
         step count) in its own form, and True for tensors of its state; it is empty before the first step. Of the
         results floats become 0-dim tensors, inputs of `function`, which may change in every step. Bools, integers, text
         and None are switches: other ones are another update, for which the step is compiled again.
@@ -85,9 +85,9 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 
-def _counted(kept: Kept) -> tuple[Tensor, float]:
-    """The count of steps with the present one, as it is kept, and as a number."""
-    step = kept["step"] + 1 if "step" in kept else _scalar(1.0)
+def _counted(state: SlotValues) -> tuple[Tensor, float]:
+    """The count of steps with the present one, in its own form, and as a number."""
+    step = state["step"] + 1 if "step" in state else _scalar(1.0)
     return step, float(step)
 
 
@@ -104,8 +104,8 @@ def _decayed(param: Tensor, grad: Tensor, n: Mapping[str, Any]) -> tuple[Tensor,
     return (param if n["shrink"] is None else param * n["shrink"]), grad
 
 
-def _sgd_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
-    part = 1.0 if "momentum_buffer" not in kept else 1 - o["dampening"]
+def _sgd_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
+    part = 1.0 if "momentum_buffer" not in state else 1 - o["dampening"]
     own = {"momentum": o["momentum"] or None, "part": part if o["dampening"] else None, "nesterov": o["nesterov"]}
     return {**_decay(o), **own, "size": -o["lr"]}, {}
 
@@ -131,8 +131,8 @@ def _averaged(grad: Tensor, state: Mapping[str, Tensor], n: Any) -> dict[str, Te
     return {"exp_avg": mean, "exp_avg_sq": state["exp_avg_sq"] * n["beta2"] + n["rest2"] * grad * grad}
 
 
-def _adam_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
-    (beta1, beta2), (step, count) = o["betas"], _counted(kept)
+def _adam_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
+    (beta1, beta2), (step, count) = o["betas"], _counted(state)
     own = {"root": (1 - beta2**count) ** 0.5, "size": -o["lr"] / (1 - beta1**count), "amsgrad": o["amsgrad"]}
     return {**_decay(o, o["decoupled_weight_decay"]), **_means(o), **own}, {"step": step}
 
@@ -151,10 +151,10 @@ def _adam(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -> t
     return param + n["size"] * new["exp_avg"] / (square.sqrt() / n["root"] + n["eps"]), new
 
 
-def _nadam_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
-    (beta1, beta2), (step, count) = o["betas"], _counted(kept)
+def _nadam_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
+    (beta1, beta2), (step, count) = o["betas"], _counted(state)
     mu, following = (beta1 * (1 - 0.5 * 0.96 ** (i * o["momentum_decay"])) for i in (count, count + 1))
-    product = kept.get("mu_product", _scalar(1.0)) * mu
+    product = state.get("mu_product", _scalar(1.0)) * mu
     own = {
         "correction": 1 - beta2**count,
         "of_grad": -o["lr"] * (1 - mu) / (1 - float(product)),
@@ -171,8 +171,8 @@ def _nadam(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -> 
     return param + n["of_grad"] * grad / root + n["of_mean"] * new["exp_avg"] / root, new
 
 
-def _radam_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
-    (beta1, beta2), (step, count) = o["betas"], _counted(kept)
+def _radam_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
+    (beta1, beta2), (step, count) = o["betas"], _counted(state)
     correction, longest = 1 - beta2**count, 2 / (1 - beta2) - 1
     length = longest - 2 * count * beta2**count / correction
     is_rectified, factor = length > 5, 1.0
@@ -192,8 +192,8 @@ def _radam(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -> 
     return param + n["size"] * new["exp_avg"] / root, new
 
 
-def _adamax_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
-    step, count = _counted(kept)
+def _adamax_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
+    step, count = _counted(state)
     return {**_decay(o), **_means(o), "size": -o["lr"] / (1 - o["betas"][0] ** count)}, {"step": step}
 
 
@@ -205,8 +205,8 @@ def _adamax(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) ->
     return param + n["size"] * mean / largest, {"exp_avg": mean, "exp_inf": largest}
 
 
-def _adagrad_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
-    step, count = _counted(kept)
+def _adagrad_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
+    step, count = _counted(state)
     return {**_decay(o), "eps": o["eps"], "size": -o["lr"] / (1 + (count - 1) * o["lr_decay"])}, {"step": step}
 
 
@@ -217,9 +217,9 @@ def _adagrad(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -
     return param + n["size"] * grad / (total.sqrt() + n["eps"]), {"sum": total}
 
 
-def _adadelta_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
+def _adadelta_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
     own = {"rho": o["rho"], "rest": 1 - o["rho"], "eps": o["eps"], "size": -o["lr"]}
-    return {**_decay(o), **own}, {"step": _counted(kept)[0]}
+    return {**_decay(o), **own}, {"step": _counted(state)[0]}
 
 
 def _adadelta(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -231,9 +231,9 @@ def _adadelta(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) 
     return param + delta * n["size"], {"square_avg": square, "acc_delta": deltas}
 
 
-def _rmsprop_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
+def _rmsprop_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
     own = {"alpha": o["alpha"], "rest": 1 - o["alpha"], "eps": o["eps"], "size": -o["lr"], "centered": o["centered"]}
-    return {**_decay(o), **own, "momentum": o["momentum"] or None}, {"step": _counted(kept)[0]}
+    return {**_decay(o), **own, "momentum": o["momentum"] or None}, {"step": _counted(state)[0]}
 
 
 def _rmsprop_state(o: Options, shape: tuple[int, ...]) -> Slots:
@@ -256,10 +256,10 @@ def _rmsprop(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -
     return param + new["momentum_buffer"] * n["size"], new
 
 
-def _rprop_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
+def _rprop_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
     (down, up), (least, most) = o["etas"], o["step_sizes"]
     own = {"maximize": o["maximize"], "down": down, "up": up, "same": 1.0, "zero": 0.0, "least": least, "most": most}
-    return own, {"step": _counted(kept)[0]}
+    return own, {"step": _counted(state)[0]}
 
 
 def _rprop(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -273,9 +273,9 @@ def _rprop(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -> 
     return param - grad.sign() * size, {"prev": grad, "step_size": size}
 
 
-def _asgd_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
-    step, count = _counted(kept)
-    eta, mu = float(kept.get("eta", _scalar(o["lr"]))), float(kept.get("mu", 1.0))
+def _asgd_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
+    step, count = _counted(state)
+    eta, mu = float(state.get("eta", _scalar(o["lr"]))), float(state.get("mu", 1.0))
     after = _scalar(o["lr"] / (1 + o["lambd"] * o["lr"] * count) ** o["alpha"])
     own = {"keep": 1 - o["lambd"] * eta, "size": -eta, "mu": mu, "rest": 1 - mu}
     return {**_decay(o), **own}, {"step": step, "eta": after, "mu": _scalar(1 / max(1, count - o["t0"]))}
@@ -288,8 +288,8 @@ def _asgd(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any) -> t
     return param, {"ax": state["ax"] * n["rest"] + param * n["mu"]}
 
 
-def _adafactor_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
-    step, count = _counted(kept)
+def _adafactor_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
+    step, count = _counted(state)
     part = count ** o["beta2_decay"]
     own = {"part": part, "rest": 1 - part, "rate": min(o["lr"], 1 / count**0.5), "d": o["d"]}
     return {**_decay(o, True), **own, "eps1": o["eps"][0], "eps2": o["eps"][1]}, {"step": step}
@@ -320,7 +320,7 @@ def _adafactor(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], n: Any)
     return param - update * (rate / size), new
 
 
-def _muon_numbers(o: Options, kept: Kept) -> tuple[dict[str, Any], Kept]:
+def _muon_numbers(o: Options, state: SlotValues) -> tuple[dict[str, Any], SlotValues]:
     switches = {"nesterov": o["nesterov"], "steps": int(o["ns_steps"]), "adjust": o["adjust_lr_fn"]}
     own = {"momentum": o["momentum"], "rest": 1 - o["momentum"], "eps": o["eps"], "size": -o["lr"]}
     return {**_decay(o, True), **switches, **own, **dict(zip("abc", o["ns_coefficients"], strict=True))}, {}
