@@ -241,8 +241,8 @@ def compile(
     """Compile a training step of `model` on `mesh`.
 
     model: any nn.Module, also on the meta device (its parameters are then initialised piece by piece from `seed`).
-    loss: (outputs, batch) -> scalar, or (scalar, {"name": number}) with further numbers for `step.metrics`. With
-        accumulation these should be means: microbatches are averaged.
+    loss: (outputs, batch) -> scalar, or (scalar, {"name": number}) with further numbers for `step.metrics`.
+        They are those of the whole batch, with `accumulate`, too.
     example: dict, tuple, list or dataclass of tensors, or a nest of them, with the global shapes (see `batch`) and
         dtypes of every batch. The model is called with the keys (fields) that its forward names, or with the leading
         items of a tuple; `forward(model, batch)` says otherwise.

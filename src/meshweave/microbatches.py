@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from meshweave.capture.batch import Batch
@@ -45,15 +46,16 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
     Raises PlanError for a batch that does not divide, and for numbers of rows of the whole batch."""
     if options.accumulate == 1:
         return MicrobatchStep(*capture(example=example, options=options))
+    rows: frozenset[str] | None = None
     try:
         whole, contract = capture(example=example, options=replace(options, is_whole=True))
         cut = cut_over_time(verify_step(whole), options.accumulate)
+        rows = cut.rows or None
         check_rows_in_time(whole, cut.rows, options.accumulate)
         parts = microbatches_of(whole, cut)
     except (NoCutError, RuleError, CaptureError) as error:
-        # what is wrong with the model itself is wrong with a microbatch, too
-        captured = capture(example=Batch.of(example).micros(options.accumulate)[0], options=options)
-        return MicrobatchStep(*captured, coupling=_coupling(error, options))
+        micro = Batch.of(example).micros(options.accumulate, rows)[0]
+        return _loop(partial(capture, example=micro, options=options), rows, error, options)
     if cut.averaged:
         lines = ", ".join(sorted({str(origin_of(node)) for node in cut.averaged}))
         _NOTES.warning(
@@ -62,6 +64,25 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
         )  # fmt: skip
     ahead = None if parts.ahead is None else verify_step(parts.ahead)
     return MicrobatchStep(parts.step, contract, cut.rows, ahead)
+
+
+def _loop(
+    capture: Capture, rows: frozenset[str] | None, error: NoCutError | RuleError | CaptureError, options: CaptureOptions
+) -> MicrobatchStep:
+    """Each microbatch as a batch of its own, because of `error`. Raises CaptureError where that cannot run either."""
+    try:
+        captured = capture()
+    except CaptureError as alone:
+        if isinstance(error, CaptureError):  # what is wrong with the model itself is wrong with a microbatch, too
+            raise
+        raise CaptureError(
+            "the step cannot be cut into microbatches, and does not run on a microbatch by itself",
+            where=error.where,
+            got=f"{error.what} ({error.got}); on a microbatch: {alone.got}",
+            expected="ops that take row by row, or sums over rows",
+            hint="accumulate=1",
+        ) from alone
+    return MicrobatchStep(*captured, rows=rows, coupling=_coupling(error, options))
 
 
 def _coupling(error: NoCutError | RuleError | CaptureError, options: CaptureOptions) -> str:

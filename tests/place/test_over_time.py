@@ -145,12 +145,19 @@ def test_what_couples_rows_is_named(name: str) -> None:
         microbatches_of(step, cut_over_time(step, 2))
 
 
+def attends(out: Tensor, batch: Batch) -> Tensor:
+    """Causal attention whose queries are rows, along a dim that is not the first."""
+    queries, keys = out.view(1, 1, ROWS, CLASSES), batch["prototypes"].view(1, 1, ROWS, CLASSES)
+    return F.scaled_dot_product_attention(queries, keys, keys, is_causal=True).sum()
+
+
 FAR = torch.arange(ROWS).flip(0)
 BY_NUMBER: dict[str, Loss] = {
     "index": lambda o, b: o[FAR].mean(),
     "index_select": lambda o, b: o.index_select(0, FAR).mean(),
     "gather": lambda o, b: o.gather(0, FAR[:, None].expand(ROWS, CLASSES)).mean(),
     "embedding": lambda o, b: F.embedding(FAR, o).sum(),
+    "causal attention": attends,
     "positions": lambda o, b: (o.sum(1) * torch.arange(float(ROWS), dtype=F64)).mean(),
 }
 
@@ -183,6 +190,16 @@ def test_a_metric_that_couples_rows_does_not_spoil_the_loss() -> None:
     halves = [model(x) for x in example()["x"].chunk(2)]
     assert summed["metric", "largest"].item() == pytest.approx(sum(x.max().item() for x in halves) / 2)
     assert summed["metric", "rms"].item() == pytest.approx(sum(x.pow(2).mean().sqrt().item() for x in halves) / 2)
+
+
+def test_the_largest_is_no_sum() -> None:
+    """That of a value of the parameters is a mean over microbatches, and named; that of the batch is known ahead."""
+    step, model = captured(lambda o, b: (o.mean(), {"of rows": o.amax(), "of batch": b["w"].amax()}))
+    cut, summed = cut_over_time(step, 2), in_microbatches(step, model, 2)
+    assert [op_name(node.target) for node in cut.averaged] == ["aten.amax"]
+    halves = [model(x).max().item() for x in example()["x"].chunk(2)]
+    assert summed["metric", "of rows"].item() == pytest.approx(sum(halves) / 2)
+    assert summed["metric", "of batch"].item() == pytest.approx(example()["w"].max().item())
 
 
 def test_entries_are_cut_by_their_use() -> None:

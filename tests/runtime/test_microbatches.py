@@ -41,6 +41,9 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Any]] = {
     "count in the batch": lambda o, b: F.cross_entropy(o, b["y"], reduction="sum") / b["count"],
     "sum": lambda o, b: o.pow(2).sum(),
     "weighted": lambda o, b: (F.cross_entropy(o, b["y"], reduction="none") * b["w"]).sum() / b["w"].sum(),
+    "counts of classes": lambda o, b: F.cross_entropy(
+        o, b["y"].clamp(min=0), weight=1.0 + F.one_hot(b["y"].clamp(min=0), CLASSES).sum(0).double()
+    ),
     "no rows": lambda o, b: F.cross_entropy(o @ b["prototypes"].t(), b["y"].clamp(min=0) + b["partner"]),
 }
 

@@ -94,9 +94,9 @@ class Batch:
             )
         return names if names is not None else [name for name, shape in self.shapes if shape[:1] == (size,)]
 
-    def micros(self, parts: int) -> list[Any]:
-        """The microbatches, each with the structure of the batch."""
-        return [self.rebuild(tensors) for tensors in self.split(parts)]
+    def micros(self, parts: int, names: Collection[str] | None = None) -> list[Any]:
+        """The microbatches, each with the structure of the batch, as `split` cuts them."""
+        return [self.rebuild(tensors) for tensors in self.split(parts, names)]
 
 
 _LEAVES = frozenset({Tensor, bool, int, float, str, type(None)})

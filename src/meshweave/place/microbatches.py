@@ -71,6 +71,7 @@ def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
     for node in step.graph.nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta["origin"] = replace(origin_of(node), phase="forward")
     graph.output([copies[value] for value in cut.ahead])
     inputs = tuple(item for node, item in step.sources.items() if node in needed)
     constants = {item.name: step.constants[item.name] for item in inputs if item.kind == "constant"}
@@ -190,11 +191,13 @@ class _MicrobatchWriter:
         on_piece = row_for(node).on_piece
         indexed = {factor for dim in on_piece.looked_up(node, row_for(node).rule(node)) for factor in dim}
         is_indexed = any(isinstance(role, Shard) and role.factor in indexed for _, role in chosen.roles)
+        inner = [dim for at in (*chosen.operands, *chosen.results) for dim in at.dims[1:]]
+        is_whole = on_piece.in_chunks == "batch" and any(dim.axes for dim in inner)
         if node.target in RANDOM:
             assert layout is not None
             size = list(self.local_shape(spec_of(node), layout))
             args = (*args[:3], size, [0] * len(size), size, *args[6:])
-        elif (is_indexed or not on_piece.in_chunks) and node not in self.cut.averaged:
+        elif (is_indexed or is_whole or not on_piece.in_chunks) and node not in self.cut.averaged:
             raise NoCutError(
                 "an op depends on which rows of the batch it gets", got=node.name, where=str(origin_of(node))
             )

@@ -157,11 +157,13 @@ class _TimeCut:
                 self.layouts[result] = layout
 
     def is_number_of_rows(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
-        """Whether an op can have a result for the rows of each microbatch: one without a dim of rows."""
+        """Whether an op can have a result for the rows of each microbatch: one without a dim of rows, from operands of
+        which each has these rows only."""
         rule, has = row_for(node).rule(node), map(self.layout, operands)
         pairs = [pair for dims, at in zip(rule.operands, has, strict=True) for pair in zip(dims, at.dims, strict=True)]
         loops = {factor for dim, sharding in pairs if sharding.axes for factor in dim}
-        return not any(loops.intersection(dim) for dims in rule.results for dim in dims)
+        others = [dim for dim, sharding in pairs if not sharding.axes]
+        return not any(loops.intersection(dim) for dim in (*others, *(dim for dims in rule.results for dim in dims)))
 
     def moved(self, operands: Sequence[fx.Node], option: Assignment) -> list[fx.Node]:
         """The operands that an op so cut needs of other microbatches, too."""
@@ -183,7 +185,12 @@ class _TimeCut:
             once = sum(wanted.partial != has.partial for has, wanted in zip(layouts, option.operands, strict=True))
             return len(self.coupled.intersection(moved)), len(moved), once
 
-        return min(options, key=trouble)
+        return min(filter(_adds_up, options), key=trouble)
+
+
+def _adds_up(option: Assignment) -> bool:
+    """Whether results that microbatches share are sums: what they add up, and not the largest of several."""
+    return all(op == "sum" for result in option.results for _, op in result.partial)
 
 
 def as_sum(layout: Layout) -> Layout:
