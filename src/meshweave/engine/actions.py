@@ -16,17 +16,21 @@ from meshweave.ir.collectives import transfer
 
 ScheduleName = Literal["sequential", "gpipe", "1f1b"]
 _LETTERS: Mapping[Kind, str] = {
-    "unshard": "G", "forward": "F", "report": "L", "backward": "B", "reduce": "R", "update": "U",
+    "unshard": "G", "forward": "F", "report": "L", "backward": "B", "input": "I", "weight": "W", "reduce": "R",
+    "update": "U",
 }  # fmt: skip
 Kinds = tuple[Kind, ...]  # of sections that run together, in the order of the graph
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Sections of a role that run together, in the order of its graph, for a microbatch (from 0)."""
+    """Sections of a stage that run together, in the order of its graph, for a microbatch (both from 0). `with_next`:
+    the role's next action is of another microbatch, and both are scheduled as one."""
 
     kinds: Kinds
     microbatch: int = 0
+    stage: int = 0
+    with_next: bool = False
 
     @property
     def name(self) -> Kind:

@@ -16,7 +16,7 @@ from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import PARTS, origin_of, output_node
 from meshweave.ir.rank import SYMBOLS, RankGraph
 
-Kind = Literal["unshard", "forward", "report", "backward", "reduce", "update"]
+Kind = Literal["unshard", "forward", "report", "backward", "input", "weight", "reduce", "update"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Cut = Literal["backward", "update"]  # what begins where a graph is cut
 CUTS: tuple[Cut, ...] = get_args(Cut)
