@@ -48,6 +48,7 @@ from meshweave.place.resolve import check_axes, resolve, usual_stages
 from meshweave.place.row_lookups import check_own_rows
 from meshweave.place.search import choose_tp, with_short_updates
 from meshweave.place.sequences import keep_sequences_apart
+from meshweave.place.stages import number_stages
 from meshweave.place.sums import sum_bytes
 from meshweave.program import PlanInputs, Planned, Program
 from meshweave.report.tables import bytes_text
@@ -191,7 +192,7 @@ class _PlacementStage:
         self.rates = rates_of(self.costs)
 
     def homes(self, step: StepGraph, resolved: Resolved) -> Homes:
-        return map_devices(step, resolved.homes, self.mesh)
+        return map_devices(step, resolved.homes, self.mesh, resolved.stages)
 
     def place(self, step: StepGraph, placement: Placement) -> StepGraph:
         if len(self.decided) > _MOST_DECISIONS:
@@ -257,6 +258,7 @@ def _planned(
     mesh, resolved, costs, options = inputs.mesh, inputs.resolved, inputs.costs, inputs.options
     step = in_blocks(by_expert(step, resolved.stacked(mesh)), mesh.flat_size(resolved.data_axes(mesh)))
     step, homes = share_ends(step, placing.homes(step, resolved))
+    number_stages(step, homes, resolved)
     placement = decide(resolved, step, mesh, units, homes, options.accumulate)
     placement = placement if inputs.lasting is None else placement.keeping(inputs.lasting)
 

@@ -66,13 +66,14 @@ class Origin:
     are among those of backward: they move accumulated gradients, and run in the last microbatch only.
 
     `call` numbers the ops that autograd recorded, from 1: a forward node has the number of its op, a backward node that
-    of the op whose gradient it computes; otherwise 0.
+    of the op whose gradient it computes; otherwise 0. `stage` is its stage in a pipeline (`place.stages`).
     """
 
     phase: str
     module: str = ""
     source: str = ""
     call: int = 0
+    stage: int = 0
 
     def __str__(self) -> str:
         return " ".join(filter(None, [self.source, f"({self.module})" if self.module else "", f"[{self.phase}]"]))

@@ -22,23 +22,40 @@ from meshweave.place.operators import Pin
 aten = torch.ops.aten
 PIN = torch.ops.meshweave.pin.default
 Homes = Mapping[fx.Node, Mesh]
+NO_STAGES: Mapping[str, int] = {}
 
 
-def map_devices(step: StepGraph, modules: Mapping[str, Mesh], mesh: Mesh) -> dict[fx.Node, Mesh]:
+def map_devices(
+    step: StepGraph, modules: Mapping[str, Mesh], mesh: Mesh, stages: Mapping[str, int] = NO_STAGES
+) -> dict[fx.Node, Mesh]:
     """The mesh of every op and of every placeholder: where a parameter lives, and its gradient and state with it.
 
-    `modules` are the modules that the plan places. Any other op runs where its largest operand is (among equals, on the
-    mesh that comes last in the model); an op of only parameters and inputs of the step runs where it is first used, or
+    `modules` are the modules that the plan places, `stages` those that it puts on stages of a pipeline. Any other op
+    runs where its largest operand is (among equals, that of the latest stage, on the mesh that comes last in the model); an op of only parameters and inputs of the step runs where it is first used, or
     on the whole mesh. What follows from buffers and numbers alone (tables of positions, masks) and is used on several
     meshes is computed on all devices, which costs less than to send it. A gradient is computed where its forward op
     ran; a parameter is updated where it lives, which is where it is first used. Raises MeshError with the user's line
     for devices that the mesh lacks, PlanError for idle devices of the mesh.
     """
-    mapper = _Mapper(step, modules, mesh)
+    mapper = _Mapper(step, modules, mesh, stages)
     if mesh.num_devices > 1:
         mapper.run()
         _check_busy(mapper, mesh)
     return {node: mapper.homes.get(node, mesh) for node in step.graph.nodes}
+
+
+def stage_of(node: fx.Node, stages: Mapping[fx.Node, int], homes: Homes, of_plan: Mapping[str, int]) -> int:
+    """The stage of a forward op in a pipeline, from the `stages` of its operands: that of its module in a plan, or the
+    latest of its operands. Without a plan a value enters the next stage when it comes to other devices."""
+    before = [stages[n] + (not of_plan and homes[n] != homes[node]) for n in node.all_input_nodes if n in stages]
+    return max([*before, stage_of_module(origin_of(node).module, of_plan) or 0])
+
+
+def stage_of_module(module: str, of_plan: Mapping[str, int]) -> int | None:
+    """The stage of the innermost module around this that a plan has put on a stage."""
+    while module and module not in of_plan:
+        module = module.rpartition(".")[0]
+    return of_plan[module] if module else None
 
 
 def _is_left(node: fx.Node) -> bool:
@@ -56,11 +73,13 @@ class _Mapper:
     step: StepGraph
     modules: Mapping[str, Mesh]
     mesh: Mesh
+    of_plan: Mapping[str, int]
     homes: dict[fx.Node, Mesh] = field(default_factory=dict)  # nodes without an entry are undecided
     calls: dict[int, Mesh] = field(default_factory=dict)  # forward op -> where it ran
     params: dict[str, Mesh] = field(default_factory=dict)
     order: dict[fx.Node, int] = field(default_factory=dict)
     seen: dict[Mesh, int] = field(default_factory=dict)  # meshes in the order in which they get their first op
+    stages: dict[fx.Node, int] = field(default_factory=dict)  # of forward ops, as far as known here
     everywhere: set[fx.Node] = field(default_factory=set)  # constants of the step that several meshes use
 
     def run(self) -> None:
@@ -69,6 +88,8 @@ class _Mapper:
         ahead = [n for n in nodes if origin_of(n).phase in ("forward", "loss")]
         for node in ahead:
             self._set(node, self._forward(node))
+            if node in self.homes:
+                self.stages[node] = stage_of(node, self.stages, self.homes, self.of_plan)
         self.everywhere = self._shared_constants(ahead)
         for node in reversed(ahead):
             if node not in self.homes and node not in self.everywhere:
@@ -134,7 +155,8 @@ class _Mapper:
         placed = [n for n in tensor_inputs(node) or node.all_input_nodes if n in self.homes]
         if not placed:
             return None
-        return self.homes[max(placed, key=lambda n: (_size(n), self.seen.get(self.homes[n], -1)))]
+        late = lambda n: (_size(n), self.stages.get(n, 0), self.seen.get(self.homes[n], -1))  # noqa: E731
+        return self.homes[max(placed, key=late)]
 
     def _first_use(self, node: fx.Node) -> Mesh | None:
         """Where an op without a mesh is first used. An operand that an operator moves elsewhere was on the whole mesh

@@ -45,7 +45,7 @@ def parse_plan(text: str) -> Plan | None:
     plan = Plan()
     for part in text.split("+"):
         name, *arguments = part.strip().split(":")
-        most = 3 if name == "cp" else 1
+        most = 3 if name in ("cp", "stages") else 1
         if name not in _SCHEMES or not 0 < len(arguments) <= most or not arguments[0]:
             raise PlanError(
                 f"'{part}' is not a scheme of plans",

@@ -16,6 +16,9 @@ BALANCE = ("auto", "head_tail", "none")  # in which order devices store a sequen
 Devices = Mesh | int | Sequence[int] | str
 
 
+STAGE_ORDERS = ("loop", "v")  # in which the indices of an axis take turns
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One statement: `kind` is batch, state, zero, context, style, layout, on, stages, hf_tp, auto_tp, experts,
@@ -151,12 +154,22 @@ class Plan:
         return Plan([Entry("on", glob=glob, text=_device_text(where)) for glob, where in devices.items()])
 
     @staticmethod
-    def stages(axis: str) -> Plan:
-        """The model's longest list of layers as consecutive stages, one per index of `axis`, balanced by parameters.
+    def stages(axis: str, per_device: int | str | None = None, order: str = "loop") -> Plan:
+        """The model's longest list of layers as consecutive stages, balanced by parameters: `per_device` of them for
+        each index of `axis` (default: as many as the schedule of `pipeline=` needs, else one).
 
-        Modules before the layers run with the first stage, modules after them with the last.
+        `order` says which index has which stage: in a "loop" index i of n has stages i, n + i, ...; in a "v" the order
+        turns round after every n, so that index 0 has the first stage and the last of two. Modules before the layers
+        run with the first stage, modules after them with the last.
         """
-        return Plan([Entry("stages", axis)])
+        if order not in STAGE_ORDERS or (per_device is not None and not str(per_device).isdecimal()):
+            raise PlanError(
+                "invalid stages",
+                got=f"per_device={per_device!r}, order={order!r}",
+                expected=f"a number of stages, and {' or '.join(STAGE_ORDERS)}",
+                hint="for example stages:pp, stages:pp:2 or stages:pp:2:v",
+            )
+        return Plan([Entry("stages", axis, text="" if per_device is None else f"{int(per_device)} {order}")])
 
     @staticmethod
     def keep(glob: str) -> Plan:
@@ -183,7 +196,7 @@ class Resolved:
     """A plan resolved for a model, in the form that placement and capture need.
 
     `shards[param][axis]` is the dim that the axis shards; `pins` are (module, "in" or "out", constraint); `homes` are
-    the devices of modules; `kept` are parameters gathered once. `named` are the axes that it uses; `is_default`: the
+    the devices of modules, `stages` their stages; `kept` are parameters gathered once. `named` are the axes that it uses; `is_default`: the
     user passed no plan.
     """
 
@@ -200,6 +213,7 @@ class Resolved:
     shards: dict[str, dict[str, int]] = field(default_factory=dict)
     pins: list[tuple[str, str, str]] = field(default_factory=list)
     homes: dict[str, Mesh] = field(default_factory=dict)
+    stages: dict[str, int] = field(default_factory=dict)  # of a pipeline, by module
     named: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
 

@@ -318,7 +318,9 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     name, layers = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
     weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    stages, count = [i for i, w in enumerate(weights) if w], mesh.size(entry.axis)
+    per_device, order = entry.text.split() if entry.text else ("1", "loop")
+    size = mesh.size(entry.axis)
+    stages, count = [i for i, w in enumerate(weights) if w], size * max(1, int(per_device))
     if len(stages) < count:
         raise PlanError(
             "the model has fewer layers than there are stages",
@@ -333,7 +335,10 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
         stage = min(max(stage, int(middle), count - (len(stages) - rank)), stage + 1)
         before += weights[i]
         path = f"{name}.{i}" if name else str(i)
-        _place(resolved, [path], mesh.at(**{entry.axis: stage}), mesh, f"stages over {entry.axis}")
+        turn, at = divmod(stage, size)
+        index = size - 1 - at if order == "v" and turn % 2 else at
+        _place(resolved, [path], mesh.at(**{entry.axis: index}), mesh, f"stages over {entry.axis}")
+        resolved.stages[path] = stage
 
 
 def _more_layers(model: nn.Module, count: int) -> str:

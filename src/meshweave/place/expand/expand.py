@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -164,8 +164,11 @@ class _Expander:
         if len(node.args) > 2:
             self._dispatch(node, steps[0])
             return
+        received, sent = origin_of(node), replace(origin_of(node), stage=origin_of(source).stage)
         for i, step in enumerate(steps):
             key = self.program.keys.get((node, i))
+            is_there = step.source.mesh == ends[0].mesh != ends[-1].mesh and not self._has(step.target)
+            self.emit.origin = sent if is_there else received
             self.emit.move = f"{spec_of(node)}: {step.source} -> {step.target}"
             finish = self._step(key, finish() if finish is not None else None, step, shape)
         if finish is not None and self._has(ends[-1]):
@@ -238,6 +241,23 @@ def _stays(crossing: Transfer) -> bool:
     return all(crossing.source.box_of(shape, d).contains(crossing.target.box_of(shape, d)) for d in empty)
 
 
+def _number_moves(step: StepGraph) -> None:
+    """The stage of a move is that of the first op that uses its result. It begins in that of its source."""
+    for node in reversed(step.graph.nodes):
+        if node.target is ops.move:
+            part = PARTS[origin_of(node).phase]
+            users = [
+                origin_of(user).stage
+                for user in node.users
+                if user.op == "call_function" and PARTS[origin_of(user).phase] == part
+            ]
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            pick = min if part == PARTS["forward"] else max
+            stage = pick(users, default=origin_of(source).stage)
+            node.meta["origin"] = replace(origin_of(node), stage=stage)
+
+
 def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph, ...]:
     """The rank graphs of a placed graph, one per role. Their size does not depend on the number of devices.
 
@@ -260,6 +280,7 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
             sent = ((i, planned) for i, planned in enumerate(plan.steps) if planned.kind not in (*STEPS, *SPARSE))
             transfers = [(i, _transfer(planned, spec)) for i, planned in sent]
             crossing += [(node, i, planned) for i, planned in transfers if not _stays(planned)]
+    _number_moves(step)
     program = _Program(step, tuple(meshes))
     for number, (node, i, planned) in enumerate(crossing):
         program.keys[node, i] = f"t{number}"
