@@ -401,7 +401,7 @@ def peak(policy: str, mesh: str = "") -> int:
     step = mw.compile(model, loss=mse, example=data[0], optimizer=sgd(model.parameters()), **options)
     step(data[0])
     ranks = [step.program.rank] * step.program.mesh.num_devices
-    meter = step.session.executor.meter = StateMeter(ranks)
+    meter = step.session.turns.meter = StateMeter(ranks)
     meter.kinds = [dict.fromkeys(rank.graph.nodes, "any") for rank in ranks]
     meter.begin(step.session.state)
     step(data[1])

@@ -228,7 +228,7 @@ def test_the_cap_holds_when_the_step_runs() -> None:
         CompiledStep(ordered, model, OPTIMIZER(model.parameters()), LocalWorld(made.mesh), SessionSettings())
     )
     meter = Live(role, step, batch)
-    step.session.executor.meter = meter
+    step.session.turns.meter = meter
     step(batch)
     assert 0.7 * report.peak_bytes < meter.peak <= report.peak_bytes
 

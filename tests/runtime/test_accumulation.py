@@ -115,10 +115,10 @@ def key_of(node: fx.Node) -> tuple[str, str]:
 def counted(step: mw.TrainStep, batch: dict[str, Tensor], counts: Counts | None = None) -> Counter[tuple[str, str]]:
     """What a step does, counted by `counts`."""
     counts = counts or Counts()
-    for executor in step.session._executors.values():
+    for executor in step.session.turns.executors:
         executor.record(counts)
     step(batch)
-    for executor in step.session._executors.values():
+    for executor in step.session.turns.executors:
         executor.record(None)
     return counts.found
 
@@ -428,7 +428,7 @@ def test_sums_are_given_up_as_they_are_replaced() -> None:
     named = zip(rank.outputs, next(iter(reversed(rank.graph.nodes))).args[0], strict=True)  # type: ignore[arg-type]
     sums = {n for (kind, _), n in named if kind == "acc"}
     sums |= {n for n, i in zip(rank.graph.nodes, rank.inputs, strict=False) if i.kind == "acc"}
-    watch = step.session.executor.meter = Watch()
+    watch = step.session.turns.meter = Watch()
     step(batch)
     whole = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())

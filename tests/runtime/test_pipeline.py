@@ -216,7 +216,7 @@ def test_a_device_that_fails_in_a_step_leaves_the_state_of_the_last_one(index: i
     )
     losses = [float(step(data[0])), float(step(data[1]))]
     before = {n: p.clone() for n, p in step.parameters().items()}
-    step.session.executor.meter = Breaks(index, phase)
+    step.session.turns.meter = Breaks(index, phase)
     with pytest.raises(StepError, match="the device is on fire") as error:
         step(data[2])
     assert error.value.where == f"device {index}"

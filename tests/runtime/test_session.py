@@ -120,7 +120,7 @@ def test_the_host_reads_no_value_between_the_ops_of_a_step(
 
         return run
 
-    executor = type(step.session.executor)
+    executor = type(step.session.turns.executors[0])
     for owner, name in ((Session, "_differentiate"), (Session, "_keep_results"), (executor, "run")):
         monkeypatch.setattr(owner, name, without_reads(getattr(owner, name)))
     for _ in range(2):
@@ -230,7 +230,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(("mesh", "accumulate"), [("", 1), ("dp=2", 2), ("fsdp=2", 1), ("tp=2", 1), ("fsdp=2,tp=2", 2)])
 def test_a_value_is_let_go_after_its_last_use(mesh: str, accumulate: int) -> None:
     step, data = compiled(mesh, accumulate=accumulate)
-    watch = step.session.executor.meter = Watch(step.session.state)
+    watch = step.session.turns.meter = Watch(step.session.state)
     step(data[0])
     assert watch.lost == []
     alive = _storages(r() for refs in watch.held.values() for r in refs)
@@ -286,7 +286,7 @@ def test_fsdp_holds_its_share_and_at_most_two_gathered_layers(mesh: str, monkeyp
     batch = {"input": torch.randn(4, width), "y": torch.randn(4, width)}
     step = mw.compile(model, loss=mse, example=batch, optimizer=ADAM(model.parameters()), mesh=mesh)
     meter = StateMeter([step.program.rank] * 4)
-    step.session.executor.meter = meter
+    step.session.turns.meter = meter
     params = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model[0].parameters())
     for _ in range(2):
@@ -304,7 +304,7 @@ def test_without_fsdp_every_device_holds_everything() -> None:
     model = nn.Sequential(*(Layer(16) for _ in range(4)))
     batch = {"input": torch.randn(4, 16), "y": torch.randn(4, 16)}
     step = mw.compile(model, loss=mse, example=batch, optimizer=ADAM(model.parameters()), mesh="dp=2")
-    meter = step.session.executor.meter = StateMeter([step.program.rank] * 2)
+    meter = step.session.turns.meter = StateMeter([step.program.rank] * 2)
     meter.begin(step.session.state)
     step(batch)
     params = sum(p.nbytes for p in model.parameters())
@@ -426,12 +426,12 @@ def test_a_step_that_stops_before_its_update_leaves_the_last_one(
     losses = [twin(batch) for batch in data[:2]]
     assert step(data[0]) == losses[0]
     before = everything(step)
-    step.session.executor.meter = Trips(phase, count, action)
+    step.session.turns.meter = Trips(phase, count, action)
     with pytest.raises(kind):
         step(data[1])
     assert_same(everything(step), before)
     assert step.num_steps == 1
-    step.session.executor.meter = None
+    step.session.turns.meter = None
     assert step(data[1]) == losses[1]
     assert_same(everything(step), everything(twin))
 
@@ -472,13 +472,13 @@ def test_an_interrupt_during_the_update_waits_for_its_end() -> None:
     step, data = compiled(model=copy.deepcopy(model), make=ADAM)
     twin, _ = compiled(model=model, make=ADAM)
     twin(data[0])
-    step.session.executor.meter = Trips("update", 3, lambda: signal.raise_signal(signal.SIGINT))
+    step.session.turns.meter = Trips("update", 3, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         step(data[0])
     assert (step.num_steps, step.session.state.torn) == (1, False)
     assert_same(everything(step), everything(twin))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    step.session.executor.meter = None
+    step.session.turns.meter = None
     for batch in data[1:]:
         assert step(batch) == twin(batch)
         assert_same(everything(step), everything(twin))  # the optimizer has counted the interrupted step
@@ -501,7 +501,7 @@ def test_an_interrupt_during_the_update_goes_to_the_handler_of_the_program() -> 
     noted: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: noted.append(step.num_steps))
     try:
-        step.session.executor.meter = Trips("update", 3, lambda: signal.raise_signal(signal.SIGINT))
+        step.session.turns.meter = Trips("update", 3, lambda: signal.raise_signal(signal.SIGINT))
         step(data[0])
     finally:
         signal.signal(signal.SIGINT, before)
@@ -513,10 +513,10 @@ def test_a_torn_state_refuses_to_run_and_to_be_saved_until_a_checkpoint_is_loade
     step(data[0])
     step.save(str(tmp_path / "good"))
     before = everything(step)
-    step.session.executor.meter = Trips("update", 9, _fail)
+    step.session.turns.meter = Trips("update", 9, _fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         step(data[1])
-    step.session.executor.meter = None
+    step.session.turns.meter = None
     assert step.session.state.torn
     assert step.num_steps == 1
     for use in (lambda: step(data[1]), lambda: step.save(str(tmp_path / "bad"))):
@@ -533,10 +533,10 @@ def test_a_torn_state_refuses_to_run_and_to_be_saved_until_a_checkpoint_is_loade
 
 def test_a_torn_state_stays_torn_when_the_load_fails(tmp_path: Path) -> None:
     step, data = compiled()
-    step.session.executor.meter = Trips("update", 5, _fail)
+    step.session.turns.meter = Trips("update", 5, _fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         step(data[0])
-    step.session.executor.meter = None
+    step.session.turns.meter = None
     with pytest.raises(CheckpointError):
         step.load(str(tmp_path / "nowhere"))
     with pytest.raises(StepError, match="interrupted half-way"):

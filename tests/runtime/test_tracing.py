@@ -134,7 +134,7 @@ def test_a_traced_step_trains_like_any_other(mesh: str) -> None:
     assert one(data[2]) == other(data[2])
     for name, value in one.parameters().items():
         assert torch.equal(value, other.parameters()[name])
-    assert one.session.executor.meter is None
+    assert one.session.turns.meter is None
     again, once_more = traced(one, data[1]), traced(one, data[1])
     assert [s.name for s in sorted(again.spans, key=lambda s: (s.role, s.kind, s.name))] == [
         s.name for s in sorted(once_more.spans, key=lambda s: (s.role, s.kind, s.name))

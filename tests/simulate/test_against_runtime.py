@@ -55,7 +55,7 @@ def watched(made: Made, mesh: str, **options: Any) -> tuple[mw.TrainStep, Watch]
         model, loss=loss, example=batch, optimizer=torch.optim.AdamW(model.parameters()), mesh=mesh, **options
     )
     step(batch)
-    watch = step.session.executor.meter = Watch()
+    watch = step.session.turns.meter = Watch()
     for pieces in step.session.state.pieces.values():
         if pieces:
             watch.state.append(weakref.ref(pieces[0]))

@@ -94,7 +94,7 @@ def test_a_sequential_run_keeps_one_stage_busy_at_a_time() -> None:
 def test_only_what_tells_the_loss_waits_for_the_end() -> None:
     """Every stage has one transfer of the loss, and what computes it stays where it is."""
     program = stages(4)
-    sections = sections_of_roles(program.roles, reports=True)
+    sections = sections_of_roles(program.roles, is_pipeline=True)
     starts = [[n for n in its.nodes(["report"]) if n.args[-1] in its.role.transfers] for its in sections]
     assert [len(found) for found in starts] == [1, 1, 1, 1]
     assert len({found[0].args[-1] for found in starts}) == 1

@@ -17,7 +17,7 @@ from meshweave.ir.collectives import transfer
 ScheduleName = Literal["sequential", "gpipe", "1f1b"]
 _LETTERS: Mapping[Kind, str] = {
     "unshard": "G", "forward": "F", "report": "L", "backward": "B", "input": "I", "weight": "W", "reduce": "R",
-    "update": "U",
+    "total": "N", "update": "U",
 }  # fmt: skip
 Kinds = tuple[Kind, ...]  # of sections that run together, in the order of the graph
 
@@ -34,8 +34,14 @@ class Action:
 
     @property
     def name(self) -> Kind:
-        """What the action is for: see `name_of`."""
-        return name_of(self.kinds)
+        """What the action is for: the first of its sections that is not just beside it, as gathers are beside
+        forward."""
+        return next((kind for kind in self.kinds if kind not in ("unshard", "reduce")), self.kinds[0])
+
+    @property
+    def key(self) -> str:
+        """What tells it apart among the actions of a microbatch: its name and, after the first stage, its stage."""
+        return f"{self.name} {self.stage}" if self.stage else self.name
 
     def __str__(self) -> str:
         """As `GF0`: parameters are gathered while forward of microbatch 0 runs."""
@@ -45,15 +51,12 @@ class Action:
 Actions = tuple[Action, ...]  # of a role, in order
 
 
-def name_of(kinds: Kinds) -> Kind:
-    """The section that names an action: the first that is not just beside it, as gathers are beside forward."""
-    return next((kind for kind in kinds if kind not in ("unshard", "reduce")), kinds[0])
-
-
-def forms_of(actions: Actions) -> list[tuple[Kinds, ...]]:
+def forms_of(actions: Actions) -> list[Actions]:
     """By microbatch, what its actions run: microbatches of one form run the same tasks."""
     count = max(action.microbatch for action in actions) + 1
-    return [tuple(action.kinds for action in actions if action.microbatch == m) for m in range(count)]
+    return [
+        tuple(Action(a.kinds, 0, a.stage) for a in actions if a.microbatch == number) for number in range(count)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ axes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -97,7 +98,8 @@ def lower(
     actions: Sequence[Sequence[Sequence[fx.Node]]] | None = None,
 ) -> Lowered:
     """The tasks of every device (default: all of the program's mesh). `actions[r]` are the nodes that role r runs in
-    action 0, 1, ...; by default all but symbols, in action 0.
+    action 0, 1, ...; by default all but symbols, in action 0. Transfers from or to other devices than these (in a
+    pipeline, those between stages) have no copies: whoever runs the tasks passes their values on.
 
     A wait needs the copies to its device, and those of a transfer that read from its device. Raises VerifyError if the
     starts of several devices do not match.
@@ -106,7 +108,8 @@ def lower(
     role_of = {device: i for i, role in enumerate(roles) for device in role.devices}
     nodes = [[_run(role)] for role in roles] if actions is None else actions
     rows = [tuple(n for action in its for n in action) for its in nodes]
-    calls = [_calls(row) for row in rows]
+    is_own = cache(lambda key: _devices_of(match_transfer(roles, key)) <= set(ids))
+    calls = [_calls(row, is_own) for row in rows]
     matches, numbers, streams = Matches(), list[int](), list[tuple[int, ...]]()
     for device in ids:
         role, base = role_of[device], len(numbers)
@@ -164,12 +167,20 @@ def _members(role: RankGraph, node: fx.Node, device: int) -> tuple[int, ...]:
     return members_of(entry.target.mesh, entry.axes, device)
 
 
-def _calls(row: Sequence[fx.Node]) -> list[tuple[int, int, fx.Node, tuple[Any, ...]]]:
-    """For each communication the index of its start, that of its wait, its node and its arguments."""
+def _devices_of(entry: Transfer) -> set[int]:
+    """The devices at both ends of a transfer."""
+    return {*entry.source.mesh.devices, *entry.target.mesh.devices}
+
+
+def _calls(
+    row: Sequence[fx.Node], is_own: Callable[[str], bool]
+) -> list[tuple[int, int, fx.Node, tuple[Any, ...]]]:
+    """For each communication the index of its start, that of its wait, its node and its arguments; without transfers
+    that are not among these devices alone."""
     index = {node: i for i, node in enumerate(row)}
     calls = []
     for at, node in enumerate(row):
-        if node.target not in STARTS:
+        if node.target not in STARTS or (node.target is transfer and not is_own(str(node.args[-1]))):
             continue
         waits = [user for user in node.users if user.target is WAIT]
         if len(waits) != 1:

@@ -16,7 +16,7 @@ from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import PARTS, origin_of, output_node
 from meshweave.ir.rank import SYMBOLS, RankGraph
 
-Kind = Literal["unshard", "forward", "report", "backward", "input", "weight", "reduce", "update"]
+Kind = Literal["unshard", "forward", "report", "backward", "input", "weight", "reduce", "total", "update"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Cut = Literal["backward", "update"]  # what begins where a graph is cut
 CUTS: tuple[Cut, ...] = get_args(Cut)
@@ -31,36 +31,57 @@ READ_BEFORE: Mapping[Cut, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """The sections of a role.
+    """The sections of a role. In a pipeline (`stages` is not empty) those of each of its stages, except that report,
+    total and update are of all of them; there sends of forward and backward are not waited for.
 
     `kinds` has the kind of everything that a device of the role runs, in the order of the graph:
 
     - unshard: casts and gathers of parameters, whose results all microbatches use;
     - forward: with the loss;
     - report: sends losses and metrics to other stages, with the ops that only this needs;
-    - backward: gradients of a microbatch, added to those of the earlier ones;
+    - backward: gradients of a microbatch, added to those of the earlier ones. It may be in two parts: input, what other
+      stages and devices wait for, and weight, the rest;
     - reduce: sums of gradients over the mesh, once they are complete;
+    - total: in a pipeline, what the gradients of all stages come to together, such as their norm;
     - update: the optimizer. Whatever stands between its ops belongs to it, such as the wait for a gradient.
     """
 
     role: RankGraph
     kinds: Mapping[fx.Node, Kind]
     _begins: Mapping[Cut, fx.Node] = field(repr=False)
+    stages: Mapping[fx.Node, int] = field(default_factory=dict, repr=False)
 
-    def nodes(self, kinds: Collection[Kind] = KINDS) -> list[fx.Node]:
-        """The nodes of these sections, in the order of the graph."""
-        return [node for node, kind in self.kinds.items() if kind in kinds]
+    def nodes(self, kinds: Collection[Kind] = KINDS, stage: int | None = None) -> list[fx.Node]:
+        """The nodes of these sections, in the order of the graph; `stage`: of this one alone."""
+        wanted = {*kinds, "input", "weight"} if "backward" in kinds else {*kinds}
+        if stage is None or not self.stages:
+            return [node for node, kind in self.kinds.items() if kind in wanted]
+        of_all = {"report", "total", "update"} & wanted
+        return [
+            node
+            for node, kind in self.kinds.items()
+            if kind in of_all or (kind in wanted and self.stages[node] == stage)
+        ]
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The stages that the role has, in order."""
+        ahead = ("forward", "backward", "input", "weight")
+        return tuple(sorted({self.stages.get(node, 0) for node, kind in self.kinds.items() if kind in ahead}))
 
     def begin(self, kind: Cut) -> fx.Node | None:
         """The node before which the graph is cut; None if nothing follows the cut."""
         return self._begins.get(kind)
 
 
-def sections_of_roles(roles: Sequence[RankGraph], *, reports: bool = False) -> tuple[Sections, ...]:
-    """The sections of all roles of a program. `reports`: what only tells other stages the losses is a section of its
-    own, else part of forward."""
-    exchange = _loss_exchange(roles) if reports else [frozenset[fx.Node]()] * len(roles)
-    return tuple(map(sections_of, roles, exchange))
+def sections_of_roles(
+    roles: Sequence[RankGraph], *, is_pipeline: bool = False, has_parts: bool = False
+) -> tuple[Sections, ...]:
+    """The sections of all roles of a program. `is_pipeline`: those of each stage, and what only tells other stages the
+    losses is a section of its own, else it is part of forward. `has_parts`: backward in two parts."""
+    exchange = _loss_exchange(roles) if is_pipeline else [frozenset[fx.Node]()] * len(roles)
+    sections = map(sections_of, roles, exchange)
+    return tuple(_by_stage(its, has_parts) if is_pipeline else its for its in sections)
 
 
 def sections_of(role: RankGraph, exchange: Collection[fx.Node] = ()) -> Sections:
@@ -86,6 +107,68 @@ def sections_of(role: RankGraph, exchange: Collection[fx.Node] = ()) -> Sections
             kinds[node] = "forward" if at < backward else "backward"
     cuts: dict[Cut, int] = {"backward": backward, "update": update}
     return Sections(role, kinds, {kind: run[at] for kind, at in cuts.items() if at < len(run)})
+
+
+def _by_stage(whole: Sections, has_parts: bool) -> Sections:
+    """The sections of a role by stage. What a stage needs of another runs in an earlier section: so a node belongs to
+    no earlier stage than its operands in forward, and to no later one in backward."""
+    total = _joint_reduction(whole)
+    kinds: dict[fx.Node, Kind] = {n: "total" if n in total else kind for n, kind in whole.kinds.items()}
+    for node in [n for n, kind in kinds.items() if kind == "update" and n.target is WAIT]:
+        kinds[node] = kinds[node.all_input_nodes[0]]  # a part of the step ends what it has begun
+    kinds = {n: kind for n, kind in kinds.items() if kind in ("total", "update") or not is_wait_for_send(n)}
+    stages: dict[fx.Node, int] = {}
+    for node, kind in kinds.items():
+        operands = [stages[n] for n in node.all_input_nodes if n in stages and kinds[n] == kind]
+        pick = max if kind in ("unshard", "forward") else min
+        stages[node] = pick([origin_of(node).stage, *operands])
+    if has_parts:
+        sent = _sent_on(whole.role, kinds, stages)
+        kinds.update({n: "input" if n in sent else "weight" for n, kind in kinds.items() if kind == "backward"})
+    return Sections(whole.role, kinds, {cut: n for cut in CUTS if (n := whole.begin(cut)) is not None}, stages)
+
+
+def _joint_reduction(whole: Sections) -> set[fx.Node]:
+    """The ops on gradients in which roles meet, what follows from them, and what is only computed for them."""
+    role = whole.role
+    own = [node for node, kind in whole.kinds.items() if kind == "reduce"]
+    found = set[fx.Node]()
+    for node in own:
+        is_met = node.target in STARTS and not _is_within(role, node)
+        if is_met or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    for node in reversed(own):
+        if node.users and all(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _is_within(role: RankGraph, start: fx.Node) -> bool:
+    """Whether a communication is among devices of the role alone."""
+    key = str(start.args[-1])
+    if start.target is not transfer:
+        return role.has_all_of(key)
+    ends = role.transfers[key].source.mesh.devices, role.transfers[key].target.mesh.devices
+    return set(role.devices).issuperset({*ends[0], *ends[1]})
+
+
+def is_wait_for_send(node: fx.Node) -> bool:
+    """Whether a node waits for a transfer of which its role receives nothing."""
+    return node.target is WAIT and node.args[0].target is transfer and "spec" not in node.meta  # type: ignore[union-attr]
+
+
+def _sent_on(role: RankGraph, kinds: Mapping[fx.Node, Kind], stages: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """The ops of backward on which other devices or other stages wait."""
+    sent = set[fx.Node]()
+    for node in reversed([*kinds]):
+        if kinds[node] != "backward":
+            continue
+        users = [user for user in node.users if kinds.get(user) == "backward"]
+        is_read = any(user in sent or stages[user] != stages[node] for user in users)
+        is_start = node.target is transfer and node.args[0] is not None
+        if is_read or (is_start and not role.transfers[str(node.args[-1])].axes):
+            sent.add(node)
+    return sent
 
 
 def _loss_exchange(roles: Sequence[RankGraph]) -> list[frozenset[fx.Node]]:

@@ -65,10 +65,16 @@ class ClusterWorld:
         """Release what this world has. It must not be used afterwards."""
         self._end()
 
-    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> SerialExecutor:
+    def executor(
+        self,
+        roles: Sequence[RankGraph],
+        ranks: Sequence[Compiled],
+        meter: Meter | None,
+        places: Sequence[int] | None = None,
+    ) -> SerialExecutor:
         """The executor of this rank, with the process groups that the roles use. All ranks call it together."""
         with self.guard():
-            self.communicator.prepare(roles)
+            self.communicator.prepare(roles, is_pipeline=places is not None)
         return SerialExecutor(ranks[0], self.rank, self.communicator, meter)
 
     def meet(self) -> None:

@@ -77,11 +77,12 @@ class Group:
 @dataclass(eq=False, slots=True)
 class Pending:
     """A started communication. `kept_alive` are buffers that must live until it is done; `finish` computes the value
-    from them, once."""
+    from them, once. `is_send`: this rank receives nothing."""
 
     works: tuple[Any, ...]
     kept_alive: tuple[Tensor, ...]
     finish: Callable[[], Tensor | None]
+    is_send: bool = False
     is_done: bool = False
     value: Tensor | None = None
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from meshweave.engine.actions import Kinds, actions_of, forms_of, name_of
-from meshweave.engine.sections import Kind, sections_of
+from meshweave.engine.actions import Actions, actions_of, forms_of
+from meshweave.engine.sections import Sections, sections_of
 from meshweave.errors import MeshweaveError, StepError
-from meshweave.ir.collectives import STARTS, WAIT
+from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import map_nodes, op_name, origin_of
 from meshweave.ir.liveness import REPLACED
 from meshweave.ir.ops import KERNELS
@@ -21,7 +21,7 @@ from meshweave.ir.traits import FACTORIES
 from meshweave.ir.values import local_values
 from meshweave.runtime.regions.cut import Fused
 
-WHOLE: tuple[Kinds, ...] = forms_of(actions_of("sequential", 1))[0]  # the actions of a step of a single microbatch
+WHOLE: Actions = forms_of(actions_of("sequential", 1))[0]  # the actions of a step of a single microbatch
 _CAT, _ADD = torch.ops.aten.cat.default, torch.ops.aten.add.Tensor
 
 Env = list[Any]  # the values of a device: a cell per node of its rank graph
@@ -80,41 +80,46 @@ class Task:
 
 @dataclass(slots=True)
 class Compiled:
-    """The tasks of a rank graph in a microbatch, by action.
+    """The tasks of a rank graph in a microbatch, by the key of an action.
 
     A value is freed after its last use; so is an output that `keep` does not name, and an input that is replaced by an
-    output of the same name. `carried`: the slots of what the next microbatch begins with, each with its slot there:
-    sums of gradients, buffers, and what is prepared once.
+    output of the same name. `posts`: receives of a pipeline, which may begin before the action. `reads` are the slots of
+    what an action reads and no earlier action of the microbatch has made, `makes` those of its results. `renewed`: the
+    slots of sums of gradients and of buffers, each with its slot in the next microbatch.
     """
 
     graph: RankGraph
-    tasks: Mapping[Kind, tuple[Task, ...]]
+    tasks: Mapping[str, tuple[Task, ...]]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     num_slots: int
     nodes: tuple[fx.Node, ...]
-    carried: tuple[tuple[int, int], ...] = ()
+    posts: Mapping[str, tuple[Task, ...]] = field(default_factory=dict)
+    reads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    makes: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    renewed: tuple[tuple[int, int], ...] = ()
 
 
 def compile_tasks(
     graph: RankGraph,
     device: torch.device,
     keep: Callable[[str, str], bool] = lambda kind, name: True,
-    actions: Sequence[Kinds] = WHOLE,
+    actions: Actions = WHOLE,
     fuse: Fuse | None = None,
+    sections: Sections | None = None,
 ) -> Compiled:
     """The tasks of a role's graph in the actions of a microbatch. One without the update is followed by others, which
     use what it has prepared. `fuse(parts, kept)` says which nodes of each action run together, given the values `kept`
-    that outlive the microbatch."""
-    sections = sections_of(graph)
-    parts = [sections.nodes(kinds) for kinds in actions]
-    is_last = any("update" in kinds for kinds in actions)
+    that outlive the microbatch. `sections` are those of the role (default: of one that is no stage of a pipeline)."""
+    sections = sections or sections_of(graph)
+    parts = [sections.nodes(action.kinds, action.stage) for action in actions]
     prepared = prepared_values(graph.graph)
     slot = {n: i for i, n in enumerate(graph.graph.nodes)}
     results = list(next(iter(reversed(graph.graph.nodes))).args[0])
     kept = {n for (kind, name), n in zip(graph.outputs, results, strict=True) if keep(kind, name)}
-    if not is_last:
-        kept |= prepared
+    if not any("update" in action.kinds for action in actions):
+        run = {n for part in parts for n in part} if sections.stages else set()
+        kept |= prepared | {n for n in run if any(user in sections.kinds and user not in run for user in n.users)}
     steps: Sequence[Sequence[Step]] = parts if fuse is None else fuse(parts, kept)
     last: dict[fx.Node, Step] = {}
     for step in (step for part in steps for step in part):
@@ -150,18 +155,30 @@ def compile_tasks(
         out, frees = (slot[step],), freed(step, (step,))
         return Task(step, function, args, kwargs, out, frees, is_flat, *kind, None, owns, step in renewals)
 
-    tasks = {name_of(its): tuple(task(step) for step in part) for its, part in zip(actions, steps, strict=True)}
-    carried = () if is_last else tuple((slot[n], slot[to]) for n, to in _carried(graph, prepared))
+    tasks, posts = dict[str, tuple[Task, ...]](), dict[str, tuple[Task, ...]]()
+    reads, makes = dict[str, tuple[int, ...]](), dict[str, frozenset[int]]()
+    made = {n for n in graph.graph.nodes if n.target in SYMBOLS}
+    for action, part, its_steps in zip(actions, parts, steps, strict=True):
+        its_tasks, is_posted = [task(step) for step in its_steps], sections.stages and action.name != "update"
+        posts[action.key] = tuple(t for t in its_tasks if is_posted and _is_receive(t))
+        tasks[action.key] = tuple(t for t in its_tasks if not (is_posted and _is_receive(t)))
+        read = dict.fromkeys(n for node in part for n in node.all_input_nodes)
+        if action.name == "update":  # what else is read after a step
+            read.update((n, None) for n in results if n in kept and n.op != "placeholder")
+        made.update(part)
+        reads[action.key] = tuple(slot[n] for n in read if n not in made and n.op != "get_attr")
+        makes[action.key] = frozenset(slot[n] for n in part)
+        made.update(read)
     inputs, outputs = tuple(slot[n] for n in sources), tuple(slot[n] for n in results)
-    return Compiled(graph, tasks, inputs, outputs, len(slot), tuple(slot), carried)
+    given = {(item.kind, item.name): node for node, item in graph.sources.items()}
+    pairs = ((n, given[key]) for key, n in graph.results.items() if key[0] in ("buffer", "acc") and key in given)
+    renewed = tuple((slot[n], slot[to]) for n, to in pairs)
+    return Compiled(graph, tasks, inputs, outputs, len(slot), tuple(slot), posts, reads, makes, renewed)
 
 
-def _carried(graph: RankGraph, prepared: Collection[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-    """Values of a microbatch that the next one begins with, each with its node there."""
-    inputs = {(item.kind, item.name): node for node, item in graph.sources.items()}
-    results = graph.results.items()
-    replaced = [(n, inputs[key]) for key, n in results if key[0] in ("buffer", "acc") and key in inputs]
-    return [*((n, n) for n in prepared), *replaced]
+def _is_receive(task: Task) -> bool:
+    """Whether a task begins a transfer of which its role only receives."""
+    return task.is_start and task.node.target is transfer and task.args[0] is None
 
 
 def _read_by(step: Step) -> Sequence[fx.Node]:
@@ -201,11 +218,6 @@ def environment(compiled: Compiled, device: int) -> Env:
     for node, value in bind_symbols(compiled.graph.graph, compiled.graph.coordinates(device)).items():
         env[slot[node]] = value
     return env
-
-
-def carried_values(compiled: Compiled, env: Env) -> dict[int, Any]:
-    """What a microbatch hands over to the next one, by its slot there."""
-    return {to: env[slot] for slot, to in compiled.carried}
 
 
 def perform(task: Task, env: Env, device: int) -> None:

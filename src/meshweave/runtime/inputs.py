@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,9 @@ from meshweave.capture.step_inputs import LOSS_SCALE
 from meshweave.errors import LayoutError
 from meshweave.ir.graph import Input
 from meshweave.ir.pieces import Box
-from meshweave.runtime.executor import Compiled, Env, Meter
+from meshweave.runtime.executor import Compiled, Env
 from meshweave.runtime.interfaces import World
 from meshweave.runtime.state import LASTING, Key, State
-from meshweave.runtime.update import nodes_of
 
 _STRIDE = 2  # numbers lie 16 bytes apart: compiled regions copy operands at other addresses
 
@@ -27,7 +25,7 @@ class _DeviceInputs:
 
     lasting: list[tuple[int, Key, int]] = field(default_factory=list)
     batch: list[tuple[int, Input, Box]] = field(default_factory=list)
-    sums: list[tuple[int, Input, Box]] = field(default_factory=list)  # of gradients, over microbatches
+    sums: dict[int, tuple[Input, Box]] = field(default_factory=dict)  # of gradients, over microbatches
     constants: list[tuple[int, str]] = field(default_factory=list)
     numbers: list[tuple[int, str]] = field(default_factory=list)  # of the pass, by name
 
@@ -48,52 +46,40 @@ class Inputs:
                 holders = [d for d in self.world.devices if d in layout.mesh]
                 its.lasting.append((slot, (item.kind, item.name), holders.index(device)))
             elif item.kind in ("batch", "ahead", "acc"):
-                entry = slot, item, layout.box_of(item.spec.shape, device)
-                (its.sums if item.kind == "acc" else its.batch).append(entry)
+                box = layout.box_of(item.spec.shape, device)
+                if item.kind == "acc":
+                    its.sums[slot] = item, box
+                else:
+                    its.batch.append((slot, item, box))
             elif item.kind == "constant":
                 its.constants.append((slot, item.name))
             elif item.name in ("draw", LOSS_SCALE):
                 its.numbers.append((slot, item.name))
         return its
 
-    def fill(
-        self,
-        envs: Sequence[Env],
-        state: State,
-        batch: Mapping[str, Tensor],
-        draw: int,
-        carried: Sequence[dict[int, Any]],
-        meter: Meter | None,
-    ) -> None:
-        """Fill fresh environments. `draw` is the number of the pass, for random ops. `carried` are the values that the
-        previous microbatch hands over on each device, by slot, and are empty afterwards; sums of gradients are 0 for
-        the first."""
+    def fill(self, envs: Sequence[Env], state: State, batch: Mapping[str, Tensor] | None, draw: int) -> None:
+        """Fill fresh environments. `draw` is the number of the pass, for random ops. Without a batch they are those of
+        an update. Sums of gradients, and what earlier microbatches hand over, are not among these inputs."""
         numbers = numbers_on(self.world.device, {"draw": draw}, torch.int64)
         if any(name == LOSS_SCALE for its in self._devices for _, name in its.numbers):
             numbers |= numbers_on(self.world.device, {LOSS_SCALE: state.scaler.scale}, torch.float32)
         pieces = state.pieces
-        for i, (its, env, came) in enumerate(zip(self._devices, envs, carried, strict=True)):
+        for its, env in zip(self._devices, envs, strict=True):
             for slot, key, index in its.lasting:
                 env[slot] = pieces[key][index]
-            for slot, item, box in its.batch:
-                env[slot] = batch_piece(self.world, item, box, batch[item.name], self.accumulate)
+            for slot, item, box in its.batch if batch is not None else ():
+                env[slot] = batch_piece(self.world, item, box, batch[item.name], self.accumulate)  # type: ignore[index]
             for slot, name in its.constants:
                 env[slot] = self._constants[name]
             for slot, name in its.numbers:
                 env[slot] = numbers[name]
-            for slot, item, box in its.sums:
-                env[slot] = came.pop(slot, None)
-                if env[slot] is None:
-                    env[slot] = torch.zeros(box.size, dtype=item.spec.dtype, device=self.world.device)
-                elif meter is not None:
-                    self._handed_over(meter, i, item.name, env[slot])
-            for slot in [*came]:
-                env[slot] = came.pop(slot)
 
-    def _handed_over(self, meter: Meter, index: int, name: str, total: Tensor) -> None:
-        inputs, results = nodes_of(self._ranks[index])
-        meter.on_value(index, inputs["acc", name], total)
-        meter.freed(index, results["acc", name])
+    def zeros(self, index: int, slot: int) -> Tensor | None:
+        """What a sum of gradients begins with on local device `index`; None if a slot is no such sum."""
+        if slot not in self._devices[index].sums:
+            return None
+        item, box = self._devices[index].sums[slot]
+        return torch.zeros(box.size, dtype=item.spec.dtype, device=self.world.device)
 
 
 def batch_piece(world: World, item: Input, box: Box, value: Tensor, accumulate: int) -> Tensor:

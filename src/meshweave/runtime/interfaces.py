@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from meshweave.engine.sections import Kind
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -37,6 +36,7 @@ class Communicator(Protocol):
     """Starts the communications of a single device and waits for them."""
 
     recorder: Observer | None
+    microbatch: int  # of what is started next
 
     def start(self, graph: RankGraph, node: fx.Node, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
         """Begin the communication of a node of a rank graph; `args` are those of the node without the operand. Nobody
@@ -45,6 +45,10 @@ class Communicator(Protocol):
 
     def wait(self, started: Any, node: fx.Node | None = None) -> Any:
         """The finished value of a start, which `node` of a rank graph has begun."""
+        ...
+
+    def finish_sends(self, waits: bool) -> None:
+        """Release what has been sent to other stages and received; or wait until all is."""
         ...
 
 
@@ -61,11 +65,19 @@ class Executor(Protocol):
         """A fresh environment per local device, with its symbols filled in."""
         ...
 
-    def begin(self, envs: list[Env]) -> None:
-        """Start a microbatch. Remains of an earlier one are dropped."""
+    def begin(self, envs: list[Env], microbatch: int = 0) -> None:
+        """Go on with a microbatch, of which the environments have what was computed so far."""
         ...
 
-    def run(self, action: Kind, after: After | None = None) -> None:
+    def post(self, action: str, envs: list[Env], microbatch: int) -> None:
+        """Begin what an action of a microbatch receives from other stages, before or at its begin."""
+        ...
+
+    def finish_sends(self, waits: bool) -> None:
+        """Release what other stages have received; or wait until they have received all."""
+        ...
+
+    def run(self, action: str, after: After | None = None) -> None:
         """Run an action of the microbatch to its end.
 
         `after(i, task)` is called when new parameters or optimizer state are available on local device i. Raises
@@ -91,9 +103,15 @@ class World(Protocol):
         """Whether the mesh has several processes (`runtime.cluster.ClusterWorld`)."""
         ...
 
-    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
-        """The executor of `ranks[i]` on local device i. Every process calls it, with the same `roles`, before the first
-        step."""
+    def executor(
+        self,
+        roles: Sequence[RankGraph],
+        ranks: Sequence[Compiled],
+        meter: Meter | None,
+        places: Sequence[int] | None = None,
+    ) -> Executor:
+        """The executor of `ranks[i]` on local device i, or on local device `places[i]`, one of those that run a stage.
+        Every process calls it, with the same `roles`, before the first step."""
         ...
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:

@@ -31,7 +31,7 @@ from meshweave.runtime.background import Background, wait_all
 from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending, native_all_reduce_in_place
 from meshweave.runtime.hub import names_of_ranks
 from meshweave.runtime.local import piece_of, receive
-from meshweave.runtime.messages import Messages, bytes_of, dense
+from meshweave.runtime.messages import NUM_TAGS, Messages, bytes_of, dense
 from meshweave.runtime.watch import POLL, ConnectionLost
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class ClusterCommunicator:
     check: Callable[[], None] = lambda: None
     recorder: Observer | None = None
     stream: torch.cuda.Stream | None = None  # of the GPU that computes
+    microbatch: int = 0  # of what is started next
     num_started: int = 0
     num_waited: int = 0
     # Starts of the program in this call, in order, with the bytes of their operands; with None where it waits for them.
@@ -86,12 +87,15 @@ class ClusterCommunicator:
     is_waiting: bool = False  # for messages of others
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _process_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _edges: dict[tuple[tuple[int, ...], tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
     _messages: dict[dist.ProcessGroup, Messages] = field(default_factory=dict)
     _background: Background = field(default_factory=Background)
     _graph: RankGraph | None = None  # of `log`
 
-    def prepare(self, roles: Sequence[RankGraph]) -> None:
-        """Create the process groups of every collective of every role. All ranks of the world call it together."""
+    def prepare(self, roles: Sequence[RankGraph], is_pipeline: bool = False) -> None:
+        """Create the process groups of every collective of every role. In a pipeline over NCCL the transfers of each
+        directed edge between stages get a group of their own, or a send that waits for its receiver would hold up what
+        the other direction sends. All ranks of the world call it together."""
         used = {
             str(node.args[-1]): rank
             for rank in roles
@@ -101,6 +105,11 @@ class ClusterCommunicator:
         for name in sorted(used):
             mesh, axes = used[name].group_axes(name)
             self.group(axes, mesh)
+        entries = [entry for rank in roles for entry in rank.transfers.values() if is_pipeline and self.is_native]
+        for edge in sorted({(each.source.mesh.devices, each.target.mesh.devices) for each in entries}):
+            if edge not in self._edges:
+                members = sorted({*edge[0], *edge[1]})
+                self._edges[edge] = dist.new_group(members, timeout=TIMEOUT, group_desc="stages")
 
     def group(self, axes: tuple[str, ...], mesh: Mesh | None = None) -> Group:
         """The group of `axes` of a mesh (without a mesh: the world's). Created on first use, by all ranks of the world
@@ -132,7 +141,7 @@ class ClusterCommunicator:
         self.log.append((node, 0 if operand is None else operand.nbytes))
         op, (*rest, name) = node.target, args
         if op is transfer:
-            return self.transfer(graph.transfers[name], operand, int(name[1:]))
+            return self.transfer(graph.transfers[name], operand, int(name[1:]) + self.microbatch * NUM_TAGS)
         mesh, axes = graph.group_axes(name)
         if op is permute:
             return self.permute(self.group(axes, mesh), operand, rest[0])
@@ -214,7 +223,9 @@ class ClusterCommunicator:
         works: tuple[Any, ...]
         if self.is_native and calls:
             check_sends_from_gpu(str(dist.get_backend_config()))
-            works = tuple(dist.batch_isend_irecv([dist.P2POp(call, part, peer) for call, part, peer in calls]))
+            group = self._edges.get((entry.source.mesh.devices, entry.target.mesh.devices))
+            posts = [dist.P2POp(call, part, peer, group) for call, part, peer in calls]
+            works = tuple(dist.batch_isend_irecv(posts))
         else:
             sent_bytes = sum(part.nbytes for part in buffers)
             post = lambda: [call(part, peer, tag=tag) for call, part, peer in calls]  # noqa: E731
@@ -226,7 +237,8 @@ class ClusterCommunicator:
             remaining = {sender: iter(own_parts) for sender, own_parts in parts.items()}
             return receive(entry, self.rank, received, operand, lambda m: next(remaining[m.sender]), device)
 
-        return Pending(works, (*buffers, *(part for own_parts in parts.values() for part in own_parts)), finish)
+        held = (*buffers, *(part for own_parts in parts.values() for part in own_parts))
+        return Pending(works, held, finish, is_send=self.rank not in entry.target.mesh)
 
     def permute(self, group: Group, operand: Tensor, to: int | Sequence[int]) -> Any:
         """Begin a permute in this rank's group, of operands of the same shape. The receive is posted before the send;
@@ -271,6 +283,12 @@ class ClusterCommunicator:
         if node is not None:
             self.log.append((node, None))
         return self._finish(started) if isinstance(started, Pending) else started
+
+    def finish_sends(self, waits: bool) -> None:
+        """Release what other stages have received; or wait until they have received all."""
+        for pending in [pending for pending in self.open if pending.is_send]:
+            if waits or all(work.is_completed() for work in pending.works):
+                self.wait(pending)
 
     def drain(self) -> None:
         """Wait for everything that was started."""
@@ -328,7 +346,7 @@ class ClusterCommunicator:
     def abort(self) -> None:
         """After a failure: release a rank that waits. On Gloo abort() releases no rank (torch 2.13)."""
         if self.is_native:
-            for group in (*self._process_groups.values(), default_group()):
+            for group in (*self._process_groups.values(), *self._edges.values(), default_group()):
                 group.abort()
         elif self.is_waiting:
             self._break_connections(True)
@@ -336,9 +354,10 @@ class ClusterCommunicator:
     def destroy_groups(self) -> None:
         """Destroy the process groups, when nothing uses them any more. All ranks of the world call it together."""
         self.drain()
-        for group in self._process_groups.values():
+        for group in (*self._process_groups.values(), *self._edges.values()):
             dist.destroy_process_group(group)
         self._process_groups.clear()
+        self._edges.clear()
         self._groups.clear()
 
     def release(self, is_end: bool) -> None:

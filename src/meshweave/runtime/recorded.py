@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshweave.engine.sections import Kind
 from meshweave.interop.pytree import tree_leaves, tree_map_only
 from meshweave.ir.traits import is_random
 from meshweave.ir.values import ragged
@@ -79,17 +78,17 @@ class RecordedPasses:
     graphs: CudaGraphs
     others: Callable[[Task, Env], None]
     _num_passes: int = 0
-    _num_runs: Counter[Kind] = field(default_factory=Counter)  # of each action before it is recorded
+    _num_runs: Counter[str] = field(default_factory=Counter)  # of each action before it is recorded
     _num_recordings: int = 0
     _is_replayed: bool = False  # the current pass
     _waiting: set[int] = field(default_factory=set)  # ids of the tasks for which the host waits
-    _blocks: dict[Kind, list[Block]] = field(default_factory=dict)
+    _blocks: dict[str, list[Block]] = field(default_factory=dict)
     _renewal: Block | None = None  # copies new parameters and optimizer state into the old ones' memory
     _forms: list[Any] = field(default_factory=list)  # address and strides of the inputs that stay where they are
     _fixed: dict[int, Tensor] = field(default_factory=dict)  # these inputs in the current pass, by slot
     _slot_of: dict[int, int] = field(default_factory=dict)  # their slots, by id, while recording
     _own: set[int] = field(default_factory=set)  # slots with values of recordings in the current pass
-    _open: set[Kind] = field(default_factory=set)  # actions that are not recorded yet
+    _open: set[str] = field(default_factory=set)  # actions that are not recorded yet
     _fixed_slots: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -130,7 +129,7 @@ class RecordedPasses:
             self._forget()
 
     @torch.no_grad()
-    def run(self, action: Kind, env: Env, after: After | None) -> None:
+    def run(self, action: str, env: Env, after: After | None) -> None:
         """Run an action. `after` is called only while passes are observed: later, new parameters and optimizer state
         are in the memory of the old."""
         tasks = self.compiled.tasks[action]

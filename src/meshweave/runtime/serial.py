@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshweave.engine.sections import Kind
 from meshweave.errors import MeshweaveError
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.cuda_graphs import CudaGraphs
@@ -36,6 +35,10 @@ class Alone:
     """The communicator of a mesh of a single device, whose groups have that member alone."""
 
     recorder: Observer | None = None
+    microbatch: int = 0
+
+    def finish_sends(self, waits: bool) -> None:
+        pass
 
     def start(self, graph: RankGraph, node: fx.Node, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
         return operand
@@ -55,7 +58,8 @@ class SerialExecutor:
     _fresh: Env = field(init=False)
     _env: Env = field(default_factory=list)
     _recorder: Observer | None = None
-    _codes: dict[Kind, Run] = field(default_factory=dict)  # of the actions that have run
+    _microbatch: int = 0
+    _codes: dict[str, Run] = field(default_factory=dict)  # of the actions that have run
     _passes: RecordedPasses | None = None
     _is_recorded: bool = False  # the current pass
 
@@ -74,9 +78,9 @@ class SerialExecutor:
         """A fresh environment per local device, with its symbols filled in."""
         return [list(self._fresh)]
 
-    def begin(self, envs: list[Env]) -> None:
+    def begin(self, envs: list[Env], microbatch: int = 0) -> None:
         """Start a pass over the step. Remains of an earlier pass are dropped."""
-        (self._env,) = envs
+        (self._env,), self._microbatch = envs, microbatch
         is_observed = self._recorder is not None or self.meter is not None
         self._is_recorded = self._passes is not None and not is_observed and self._passes.begin(self._env)
 
@@ -86,12 +90,26 @@ class SerialExecutor:
         if self._passes is not None:
             self._passes.end()
 
-    def run(self, action: Kind, after: After | None = None) -> None:
+    def post(self, action: str, envs: list[Env], microbatch: int) -> None:
+        """Begin what an action of a microbatch receives from other stages."""
+        self.communicator.microbatch = microbatch
+        for task in self.compiled.posts.get(action, ()):
+            began = None if self._recorder is None else self._recorder.mark()
+            self._run(task, envs[0])
+            if self._recorder is not None:
+                self._recorder.ran(0, task, began)
+
+    def finish_sends(self, waits: bool) -> None:
+        """Release what other stages have received; or wait until they have received all."""
+        self.communicator.finish_sends(waits)
+
+    def run(self, action: str, after: After | None = None) -> None:
         """Run an action of the microbatch to its end on all local devices.
 
         `after(i, task)` is called when new parameters or optimizer state are available on local device i. Raises
         StepError when a task fails."""
         env, recorder = self._env, self._recorder
+        self.communicator.microbatch = self._microbatch
         if self._passes is not None and self._is_recorded:
             self._passes.run(action, env, after)
             return
@@ -111,7 +129,7 @@ class SerialExecutor:
                     report_value(self.meter, task, env, 0)
                 finish(task, env, 0, self.meter, after, self.compiled)
 
-    def _code(self, action: Kind) -> Run:
+    def _code(self, action: str) -> Run:
         if action not in self._codes:
             self._codes[action] = straight_line(self.compiled.tasks[action], self.device, self._run)
         return self._codes[action]

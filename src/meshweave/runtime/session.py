@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from meshweave.capture.step import LossScale, unscaled
 from meshweave.capture.step_inputs import LOSS_SCALE
 from meshweave.cost.simulate.result import Simulation
-from meshweave.engine.actions import Kinds, forms_of, schedule_of
-from meshweave.engine.sections import READ_BEFORE, sections_of_roles
+from meshweave.engine.actions import Action, Actions, Schedule, forms_of, schedule_of
+from meshweave.engine.for_roles import schedule_for_roles
+from meshweave.engine.sections import READ_BEFORE, Sections, sections_of_roles
 from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
 from meshweave.ir.liveness import peak_bytes
@@ -34,7 +35,7 @@ from meshweave.runtime.batched_updates import batched_updates
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.cluster import on_any
 from meshweave.runtime.cuda_graphs import CudaGraphs
-from meshweave.runtime.executor import Compiled, Env, Meter, carried_values, compile_tasks
+from meshweave.runtime.executor import Compiled, Env, Meter, compile_tasks
 from meshweave.runtime.inputs import Inputs, numbers_on
 from meshweave.runtime.interfaces import World
 from meshweave.runtime.measured import measured
@@ -52,14 +53,14 @@ from meshweave.runtime.regions.compiler import (
 from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.state import LASTING, LossScaler, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
-from meshweave.runtime.update import Replacements, Update, metrics_of, outputs, pieces_by_name, scalar
+from meshweave.runtime.turns import Turns
+from meshweave.runtime.update import Replacements, Update, metrics_of, outputs, pieces_by_name, scalar, scalar_is_made
 from meshweave.runtime.watch import POLL
 from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
 from meshweave.runtime.world import free_bytes
 
 Done = Callable[[bool], None] | None
-Form = tuple[Kinds, ...]  # what the actions of a microbatch run
 # What `compile_tasks` fuses by, for a role and its devices of this process.
 Fuser = Callable[[RankGraph, Sequence[int], torch.device, Any, Any], Sequence[Sequence[Any]]]
 _MEMORY_SHARE = 0.8  # of the memory that is free: steps op by op also have the allocator's gaps and kernels' scratch
@@ -130,10 +131,11 @@ class RunOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
     """What a session runs by. `accumulate` is the number of microbatches of a step, whose losses and metrics are added
-    up if `is_sum`, else averaged; `weights` a folder of files with
-    initial parameters, `loss_scale` the rules of a step that scales its loss."""
+    up if `is_sum`, else averaged; `pipeline` the schedule of the stages, if they work on several at a time; `weights` a
+    folder of files with initial parameters, `loss_scale` the rules of a step that scales its loss."""
 
     accumulate: int = 1
+    pipeline: Schedule | None = None
     is_sum: bool = False
     seed: int = 0
     weights: str | None = None
@@ -269,6 +271,18 @@ def uninterrupted() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
+def scheduled(
+    roles: Sequence[RankGraph], pipeline: Schedule | None, microbatches: int
+) -> tuple[tuple[Sections, ...], Schedule]:
+    """The sections of the roles and what each of them does in a step."""
+    if pipeline is None:
+        sections = sections_of_roles(roles)
+        return sections, schedule_of("sequential", sections, microbatches)
+    has_parts = any(action.name in ("input", "weight") for actions in pipeline.of_role for action in actions)
+    sections = sections_of_roles(roles, is_pipeline=True, has_parts=has_parts)
+    return sections, schedule_for_roles(pipeline, sections)
+
+
 class Session:
     """Runs the rank graphs of a program step by step on the devices of a world.
 
@@ -294,9 +308,7 @@ class Session:
         if share is None:
             # the host launches each kernel; replicas of a value must be equal
             self.compiler.kernels = Kernels(self.graphs is None, world.is_distributed)
-        # roles run the same actions while microbatches come one after the other
-        self._actions = schedule_of("sequential", sections_of_roles(self.roles), settings.accumulate).of_role[0]
-        self._forms = forms_of(self._actions)
+        self.sections, self.schedule = scheduled(self.roles, settings.pipeline, settings.accumulate)
         self._has_regions = False
         self._process: CompileProcess | None = None
         self._has_begun, self._num_asked = False, 0
@@ -319,7 +331,6 @@ class Session:
         is_awaited = world.device.type == "cpu" or settings.run.check_finite  # the host waits for every step
         is_first = world.devices[0] == world.mesh.devices[0]
         self.pace = Pace() if world.is_distributed and is_first and is_awaited else None
-        self._envs: list[Env] = []
 
     def _recorder(self, has_regions: bool) -> CudaGraphs | None:
         """What records the passes of a step. Before a recording a process waits for the device, and so for the others:
@@ -332,12 +343,13 @@ class Session:
         """The tasks of each local device, and their executor. Unless `fuse` says what runs together, small updates do
         on processors."""
         together = batched_updates if self.world.device.type == "cpu" else None
-        self._ranks_of = self._compiled(fuse or together)
-        self._executors = {f: self.world.executor(self.roles, its, meter) for f, its in self._ranks_of.items()}
-        self.ranks, self.executor = self._ranks_of[self._forms[-1]], self._executors[self._forms[-1]]
+        compiled = self._compile_with(fuse or together)
+        self.turns = Turns(self.world, self.sections, self.schedule, compiled, meter)
+        self.ranks = self.turns.ranks
         graphs = self._recorder(fuse is not None)
-        if graphs is not None and isinstance(self.executor, SerialExecutor):
-            self.executor.record_passes(graphs)
+        for executor in self.turns.executors:
+            if graphs is not None and isinstance(executor, SerialExecutor):
+                executor.record_passes(graphs)
         self.inputs = Inputs(self.world, self.ranks, self.settings.accumulate)
         self.replacements = Replacements.of(self.ranks)
 
@@ -352,7 +364,7 @@ class Session:
             self._begin_compiling()
         if self._process is not None and self._is_pending(self._process, waits):
             return
-        self._build(self.executor.meter, self.compiler.fuse)
+        self._build(self.turns.meter, self.compiler.fuse)
         self._has_regions, self._process = True, None
 
     def _begin_compiling(self) -> None:
@@ -363,7 +375,11 @@ class Session:
             functions.extend(region_functions(rank, own, device, parts, kept))
             return parts
 
-        self._compiled(note)
+        compiled = self._compile_with(note)
+        for device in self.world.devices:
+            role = next(number for number, role in enumerate(self.roles) if device in role.devices)
+            for form in dict.fromkeys(forms_of(self.schedule.of_role[role])):
+                compiled(role, form)
         missing = {function.key: function for function in functions if function.key not in self.compiler.compiled}
         needed = max(peak_bytes(role) for role in self.roles if set(role.devices) & set(self.world.devices))
         fits = needed <= _MEMORY_SHARE * free_bytes(self.world.device)
@@ -389,22 +405,23 @@ class Session:
             _NOTES.warning("the process that compiles regions has failed (%s): they are compiled now", failure)
         return False
 
-    def _compiled(self, fuse: Fuser | None) -> dict[Form, tuple[Compiled, ...]]:
-        """The tasks of each local device in a microbatch of each form."""
-        return {form: self._compiled_for(form, fuse) for form in self._forms}
+    def _compile_with(self, fuser: Fuser | None) -> Callable[[int, Actions], Compiled]:
+        """A function that compiles the tasks of a role in a microbatch of a form, once."""
 
-    def _compiled_for(self, form: Form, fuser: Fuser | None) -> tuple[Compiled, ...]:
-        kept = READ_BEFORE["backward"] | READ_BEFORE["update"]
-        if ("update",) in form:  # no other microbatch adds gradients to the sums
-            kept = kept - {"acc"} | {"param", "state", *(["grad"] if self.settings.run.keep_gradients else ())}
-        by_device = {d: rank for rank in self.roles for d in rank.devices}
-        compiled: dict[int, Compiled] = {}
-        for rank in (by_device[d] for d in self.world.devices):
-            if id(rank) not in compiled:
-                own = [d for d in self.world.devices if d in rank.devices]
-                fuse = partial(fuser, rank, own, self.world.device) if fuser is not None else None
-                compiled[id(rank)] = compile_tasks(rank, self.world.device, lambda kind, _: kind in kept, form, fuse)
-        return tuple(compiled[id(by_device[d])] for d in self.world.devices)
+        @cache
+        def compiled(number: int, form: Actions) -> Compiled:
+            its = self.sections[number]
+            kept = READ_BEFORE["backward"] | READ_BEFORE["update"]
+            renewed = {"param", "state", *(["grad"] if self.settings.run.keep_gradients else ())}
+            if self.schedule.is_pipelined:
+                kept |= renewed
+            elif form[-1].name == "update":  # no other microbatch adds gradients to the sums
+                kept = kept - {"acc"} | renewed
+            own = [d for d in self.world.devices if d in its.role.devices]
+            fuse = partial(fuser, its.role, own, self.world.device) if fuser is not None else None
+            return compile_tasks(its.role, self.world.device, lambda kind, _: kind in kept, form, fuse, its)
+
+        return compiled
 
     # running
 
@@ -446,20 +463,20 @@ class Session:
         clock = DeviceClock(self.world.device) if self.world.device.type == "cuda" else HostClock()
         self.compile_regions(waits=True)
         recorder = Recorder(clock, len(self.ranks))
-        usual_meter = self.executor.meter
+        usual_meter = self.turns.meter
         with self.world.guard():
             self.bindings.take_over(self.state)
             recorder.hold(self.state, self.ranks)
             self.world.meet()
             began = recorder.mark()
-            self.executor.meter = recorder
-            for executor in self._executors.values():
+            self.turns.meter = recorder
+            for executor in self.turns.executors:
                 executor.record(recorder)
             try:
                 self.run(micros, numbers, done)
             finally:
-                self.executor.meter = usual_meter
-                for executor in self._executors.values():
+                self.turns.meter = usual_meter
+                for executor in self.turns.executors:
                     executor.record(None)
             traces = recorder.traces(self.world.devices, began, recorder.mark())
             all_traces = gathered(traces) if self.world.is_distributed else traces
@@ -468,32 +485,29 @@ class Session:
     def _differentiate(self, micros: Sequence[Mapping[str, Tensor]]) -> tuple[list[Fetched], list[dict[str, Tensor]]]:
         """Forward, loss and backward of each microbatch. Its gradients are added to those of earlier ones; the last
         reduces their sums over the mesh. Returns losses and metrics."""
-        losses, metrics = list[Fetched](), list[dict[str, Tensor]]()
-        carried = [dict[int, Any]() for _ in self.ranks]
-        for action in self._actions:
-            number = action.microbatch
-            form = self._forms[number]
-            executor = self._executors[form]
-            if action.name == "forward":
-                executor.meter = self.executor.meter
-                draw = self.state.num_steps * self.settings.accumulate + number
-                self._envs = self._inputs(micros[number], draw, carried)
-                executor.begin(self._envs)
-                executor.run("forward")
-                losses.append(Fetched(scalar(self.ranks, self._envs, "loss"), self.settings.run.check_finite))
-                metrics.append(metrics_of(self.ranks, self._envs))
-            elif action.name == "backward":
-                executor.run("backward")
-                if number + 1 < self.settings.accumulate:
-                    carried = list(map(carried_values, self._ranks_of[form], self._envs))
-                    executor.end()
-        return losses, metrics
+        losses, metrics = dict[int, Fetched](), dict[int, dict[str, Tensor]]()
+        # in a pipeline stages tell each other the losses at the end
+        told = "report" if self.schedule.is_pipelined and "report" in self.sections[0].kinds.values() else "forward"
+
+        def fill(envs: list[Env], number: int) -> None:
+            draw = self.state.num_steps * self.settings.accumulate + number
+            self.inputs.fill(envs, self.state, micros[number] if number < len(micros) else None, draw)
+
+        def done(action: Action, envs: list[Env]) -> None:
+            ranks, env = self.ranks[:1], envs[:1]
+            if action.name == told and scalar_is_made(ranks, env, "loss"):
+                losses[action.microbatch] = Fetched(scalar(ranks, env, "loss"), self.settings.run.check_finite)
+                metrics[action.microbatch] = metrics_of(ranks, env)
+
+        self.turns.begin(fill, self.inputs.zeros)
+        self.turns.run(done)
+        return [losses[number] for number in sorted(losses)], [metrics[number] for number in sorted(metrics)]
 
     def _norm(self) -> Fetched | None:
         """The global norm of the gradients, if the program has it."""
         if not self.has_norm:
             return None
-        return Fetched(scalar(self.ranks, self._envs, "norm"), self.is_scaled or self.settings.run.check_finite)
+        return Fetched(scalar(self.ranks, self.turns.last, "norm"), self.is_scaled or self.settings.run.check_finite)
 
     def _is_skipped(self, losses: Sequence[Fetched], norm: Fetched | None) -> bool:
         """Whether scaled gradients are not finite. Raises StepError if loss or norm are not finite otherwise. On a GPU
@@ -518,17 +532,17 @@ class Session:
             try:
                 self.compile_regions()
                 self.bindings.take_over(self.state, is_guarded=True)
-                self._envs = self._inputs(batch, self.state.num_steps, [{} for _ in self.ranks])
-                self.executor.begin(self._envs)
-                self.executor.run("forward")
+                fill = lambda envs, _: self.inputs.fill(envs, self.state, batch, self.state.num_steps)  # noqa: E731
+                self.turns.begin(fill, self.inputs.zeros)
+                envs = self.turns.run_first()
                 has_loss = any(("loss", "") in rank.graph.outputs for rank in self.ranks)
-                loss = {"loss": scalar(self.ranks, self._envs, "loss")} if has_loss else {}
-                return loss | metrics_of(self.ranks, self._envs), self._outputs(specs)
+                loss = {"loss": scalar(self.ranks, envs, "loss")} if has_loss else {}
+                return loss | metrics_of(self.ranks, envs), self._outputs(specs, envs)
             finally:
                 self._release()
 
-    def _outputs(self, specs: Mapping[str, Spec]) -> dict[str, Tensor]:
-        values = pieces_by_name(self.ranks, self._envs, "output")
+    def _outputs(self, specs: Mapping[str, Spec], envs: Sequence[Env]) -> dict[str, Tensor]:
+        values = pieces_by_name(self.ranks, envs, "output")
         layouts = {
             key[1]: layout
             for role in self.roles
@@ -539,28 +553,21 @@ class Session:
 
     def _release(self) -> None:
         """Free the values of a step that has ended, completed or not."""
-        self._envs = []
-        for executor in self._executors.values():
-            executor.end()
-
-    def _inputs(self, batch: Mapping[str, Tensor], draw: int, carried: Sequence[dict[int, Any]]) -> list[Env]:
-        envs = self.executor.environment()
-        self.inputs.fill(envs, self.state, batch, draw, carried, self.executor.meter)
-        return envs
+        self.turns.end()
 
     def _update(self, numbers: Mapping[str, float]) -> None:
         """New parameters and optimizer state, unless the step is skipped, and what forward has changed: buffers, and
         frozen parameters."""
-        update = Update(self.state, self.bindings, self.replacements, self._envs)
+        update = Update(self.state, self.bindings, self.replacements, self.turns.last)
         buffers = [
             (key, env[slot])
-            for rank, env in zip(self.ranks, self._envs, strict=True)
+            for rank, env in zip(self.ranks, self.turns.last, strict=True)
             for key, slot in outputs(rank)
             if key[0] == "buffer"
         ]
         if not self.was_skipped:
             update.begin(numbers_on(self.world.device, numbers, torch.float64))
-            self.executor.run("update", update.commit)
+            self.turns.update(update.commit)
         update.finish(buffers)
         self.bindings.publish(self.state, self._lasting_outputs)
         self.state.num_steps += 1
@@ -572,7 +579,7 @@ class Session:
         """What can be read after a step: its loss, norm and metrics, and its gradients if they are kept."""
         scaler = self.state.scaler
         if self.settings.run.keep_gradients:
-            self.gradient_pieces = None if self.was_skipped else pieces_by_name(self.ranks, self._envs, "grad")
+            self.gradient_pieces = None if self.was_skipped else pieces_by_name(self.ranks, self.turns.last, "grad")
         if self.is_scaled:
             for pieces in (self.gradient_pieces or {}).values():
                 pieces[:] = [unscaled(piece, 1.0 / scaler.scale) for piece in pieces]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from meshweave.runtime.bindings import Bindings
 from meshweave.runtime.executor import Compiled, Env, Task
@@ -120,6 +120,11 @@ def scalar(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> Tensor:
     return value.detach().clone()
 
 
+def scalar_is_made(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> bool:
+    """Whether a scalar result is there."""
+    return all(envs[0][slot] is not None for key, slot in outputs(ranks[0]) if key == (kind, ""))
+
+
 def metrics_of(ranks: Sequence[Compiled], envs: Sequence[Env]) -> dict[str, Tensor]:
     """The numbers that the loss function returned beside the loss, as 0-dim tensors with their own memory."""
     return {key[1]: envs[0][slot].detach().clone() for key, slot in outputs(ranks[0]) if key[0] == "metric"}
@@ -133,9 +138,3 @@ def pieces_by_name(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) ->
             if its_kind == kind:
                 values.setdefault(name, []).append(env[slot])
     return values
-
-
-def nodes_of(rank: Compiled) -> tuple[dict[Key, fx.Node], dict[Key, fx.Node]]:
-    """The nodes of a rank's inputs and of its outputs."""
-    inputs = {(i.kind, i.name): rank.nodes[slot] for i, slot in zip(rank.graph.inputs, rank.inputs, strict=True)}
-    return inputs, {key: rank.nodes[slot] for key, slot in outputs(rank)}

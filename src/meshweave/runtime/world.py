@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.engine.lower import ChannelCopy, lower
-from meshweave.engine.sections import Kind
 from meshweave.engine.task_graph import cycle, run_order
 from meshweave.errors import MeshError, MeshweaveError, StepError
 from meshweave.ir.collectives import TABLE, transfer
 from meshweave.ir.graph import Spec
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.rank import RankGraph
+from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.routes import Message
 from meshweave.runtime.executor import (
     After,
@@ -51,8 +50,41 @@ class _DeviceCopy:
     waits: tuple[tuple[int, Task], ...]
 
 
+class Mailbox:
+    """What virtual devices of other stages have sent: by transfer, microbatch and sender, until all have received."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[str, int], dict[int, Tensor | None]] = {}
+        self._waiting: dict[tuple[str, int], int] = {}  # how many devices have not received yet
+
+    def put(self, entry: Transfer, message: tuple[str, int], device: int, value: Tensor) -> None:
+        self._sent.setdefault(message, {})[device] = value
+        self._waiting.setdefault(message, entry.target.mesh.num_devices)
+
+    def take(self, entry: Transfer, message: tuple[str, int], device: int, on: torch.device) -> Tensor:
+        """The piece of a device, assembled from what its senders have put."""
+        sent, shape = self._sent[message], entry.spec.shape
+
+        def part(message: Message) -> Tensor:
+            piece = sent[message.sender]
+            assert piece is not None
+            return piece[piece_of(message.box, entry.source.box_of(shape, message.sender))]
+
+        value = receive(entry, device, entry.routes.received_by(device), None, part, on)
+        self._waiting[message] -= 1
+        if not self._waiting[message]:
+            del self._sent[message], self._waiting[message]
+        return value
+
+    def clear(self) -> None:
+        """Drop what nobody has received, after a failure."""
+        self._sent.clear()
+        self._waiting.clear()
+
+
 class LocalExecutor:
-    """Runs the tasks of all virtual devices: `ranks[i]` on device `devices[i]`.
+    """Runs the tasks of virtual devices: `ranks[i]` on device `devices[i]`. Transfers with devices that are not among
+    them go through a mailbox.
 
     A device runs until it waits for a communication that others have not begun, then it is the turn of the next. An
     operand that a start has posted stays in the cell of the start, until the copy is done (a collective) or this device
@@ -61,12 +93,20 @@ class LocalExecutor:
     """
 
     def __init__(
-        self, ranks: Sequence[Compiled], devices: Sequence[int], on: torch.device, meter: Meter | None = None
+        self,
+        ranks: Sequence[Compiled],
+        devices: Sequence[int],
+        on: torch.device,
+        meter: Meter | None = None,
+        mailbox: Mailbox | None = None,
     ) -> None:
         self.ranks, self.devices, self.on, self.meter = tuple(ranks), tuple(devices), on, meter
+        self._mailbox, self._microbatch = mailbox, 0
         roles = list({id(rank): rank for rank in self.ranks}.values())
         actions = [[[task.node for task in its] for its in rank.tasks.values()] for rank in roles]
         self.lowered = lower([rank.graph for rank in roles], self.devices, actions)
+        self._own_keys = {copy.key for copy in self.lowered.copies if copy.op is transfer}
+        self._transfers = {key: entry for rank in roles for key, entry in rank.graph.transfers.items()}
         order = run_order(self.lowered.graph, len(roles[0].tasks))
         if circle := cycle(self.lowered.graph, order):
             raise StepError(
@@ -101,14 +141,21 @@ class LocalExecutor:
     def environment(self) -> list[Env]:
         return [list(fresh) for fresh in self._fresh]
 
-    def begin(self, envs: list[Env]) -> None:
-        self._envs = envs
+    def begin(self, envs: list[Env], microbatch: int = 0) -> None:
+        self._envs, self._microbatch = envs, microbatch
+
+    def post(self, action: str, envs: list[Env], microbatch: int) -> None:
+        pass
+
+    def finish_sends(self, waits: bool) -> None:
+        if waits and self._mailbox is not None:
+            self._mailbox.clear()
 
     def end(self) -> None:
         self._envs = []
 
     @torch.no_grad()
-    def run(self, action: Kind, after: After | None = None) -> None:
+    def run(self, action: str, after: After | None = None) -> None:
         for step in self._order[action]:
             if isinstance(step, _DeviceCopy):
                 self._copy(step)
@@ -118,7 +165,16 @@ class LocalExecutor:
     def _compute(self, i: int, task: Task, after: After | None) -> None:
         env, recorder = self._envs[i], self._recorder
         began = None if recorder is None else recorder.mark()
-        if task.is_start:
+        passed = self._passed_on(task)
+        if passed is not None and task.is_start:
+            self._mailbox.put(*passed, self.devices[i], fill(task.args[0], env))  # type: ignore[union-attr]
+        elif passed is not None:
+            env[task.out] = self._mailbox.take(*passed, self.devices[i], self.on)  # type: ignore[union-attr]
+            if recorder is not None:
+                recorder.copied(i, task.node.all_input_nodes[0], began)
+            if self.meter is not None:
+                self.meter.on_value(i, task.node, env[task.out])
+        elif task.is_start:
             env[task.out] = fill(task.args[0], env)
         elif not task.is_wait:
             perform(task, env, self.devices[i])
@@ -127,6 +183,16 @@ class LocalExecutor:
         if self.meter is not None and not task.is_wait:  # the copy has reported the results of a copy
             report_value(self.meter, task, env, i)
         finish(task, env, i, self.meter, after, self.ranks[i])
+
+    def _passed_on(self, task: Task) -> tuple[Transfer, tuple[str, int]] | None:
+        """The transfer and the message of a start or wait that concerns devices elsewhere."""
+        if self._mailbox is None or not (task.is_start or task.is_wait):
+            return None
+        start = task.node if task.is_start else task.node.all_input_nodes[0]
+        key = str(start.args[-1])
+        if start.target is not transfer or key in self._own_keys:
+            return None
+        return self._transfers[key], (key, self._microbatch)
 
     def _copy(self, copy: _DeviceCopy) -> None:
         planned, starts, waits = copy.planned, copy.starts, copy.waits
@@ -223,13 +289,22 @@ class LocalWorld:
         check_virtual_devices(mesh)
         self.mesh, self.devices = mesh, mesh.devices
         self.device = checked_device(device or "cpu")
+        self._mailbox = Mailbox()
 
-    def executor(self, roles: Sequence[RankGraph], ranks: Sequence[Compiled], meter: Meter | None) -> Executor:
-        """The executor of `ranks[i]` on local device i. Every process calls it, with the same `roles`, before the first
-        step."""
+    def executor(
+        self,
+        roles: Sequence[RankGraph],
+        ranks: Sequence[Compiled],
+        meter: Meter | None,
+        places: Sequence[int] | None = None,
+    ) -> Executor:
+        """The executor of `ranks[i]` on local device i, or on local device `places[i]`, one of those that run a stage.
+        Every process calls it, with the same `roles`, before the first step."""
         if len(self.devices) == 1:
             return SerialExecutor(ranks[0], self.devices[0], Alone(), meter)
-        return LocalExecutor(ranks, self.devices, self.device, meter)
+        if places is None:
+            return LocalExecutor(ranks, self.devices, self.device, meter)
+        return LocalExecutor(ranks, [self.devices[i] for i in places], self.device, meter, self._mailbox)
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
         """The full tensor from the pieces on the local devices in the layout's mesh."""

@@ -353,7 +353,10 @@ def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, Ke
     items += [(places[n], n) for n in places if n.target in STARTS or n.target is WAIT]
     items.sort(key=lambda item: item[0])
     for position, item in items:
-        kind = role.kinds[item.node if isinstance(item, Kernel) else item]
+        node = item.node if isinstance(item, Kernel) else item
+        if node not in role.kinds:  # a wait for what was sent, in a pipeline
+            continue
+        kind = role.kinds[node]
         if position >= update:
             kind = "update"
         elif kind in ("forward", "backward", "update"):
@@ -372,7 +375,7 @@ def lower_tasks(
 ) -> Tasks:
     """The tasks of a step on a machine. Roles are stages of a pipeline; for `buckets` see `simulate.buckets`."""
     check_buckets(buckets)
-    sections = sections_of_roles(graphs, reports=schedule != "sequential")
+    sections = sections_of_roles(graphs, is_pipeline=schedule != "sequential")
     actions = schedule_of(schedule, sections, microbatches)
     roles = []
     for its in sections:

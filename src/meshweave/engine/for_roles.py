@@ -1,0 +1,69 @@
+"""A schedule of pipeline ranks for the roles of a program: who runs what, with what a step runs once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshweave.engine.actions import Action, Actions, Schedule
+from meshweave.engine.match import devices_text
+from meshweave.engine.sections import Kind, Sections
+from meshweave.errors import PlanError
+
+_PASSES: tuple[Kind, ...] = ("forward", "backward", "input", "weight")
+_LAST: tuple[Kind, ...] = ("backward", "weight")  # the end of a stage's backward
+
+
+def schedule_for_roles(schedule: Schedule, sections: Sequence[Sections]) -> Schedule:
+    """The actions of each role: those of the rank that has its stages. A stage gathers its parameters with its first
+    forward and reduces its gradients with its last backward. After all passes stages tell each other the losses, and
+    meet for what their gradients come to and for the update, in an environment of their own.
+
+    Raises PlanError if no rank has the stages of a role, or none of the roles those of a rank."""
+    held = [its.held for its in sections]
+    ranks = [tuple(sorted({a.stage for a in actions if a.name in _PASSES})) for actions in schedule.of_role]
+    for rank, stages in enumerate(ranks):
+        if stages not in held:
+            raise _no_role(schedule, f"rank {rank} with stages {_text(stages)}", ranks, held)
+    count = 1 + max(action.microbatch for actions in schedule.of_role for action in actions)
+    of_role = []
+    for its, stages in zip(sections, held, strict=True):
+        if stages not in ranks:
+            where = devices_text(its.role.devices)
+            raise _no_role(schedule, f"{where} with stages {_text(stages)}", ranks, held)
+        of_role.append(_with_rest(schedule.of_role[ranks.index(stages)], its, count))
+    return replace(schedule, of_role=tuple(of_role))
+
+
+def _with_rest(passes: Actions, its: Sections, microbatches: int) -> Actions:
+    own = [action for action in passes if action.name in _PASSES]
+    first = {action.stage: at for at, action in reversed([*enumerate(own)]) if action.name == "forward"}
+    last = {action.stage: at for at, action in enumerate(own) if action.name in _LAST}
+    kinds = set(its.kinds.values())
+    actions = list[Action]()
+    for at, action in enumerate(own):
+        before: tuple[Kind, ...] = ("unshard",) if first.get(action.stage) == at else ()
+        after: tuple[Kind, ...] = ("reduce",) if last.get(action.stage) == at else ()
+        actions.append(replace(action, kinds=(*before, action.name, *after)))
+    if "report" in kinds:
+        actions += [Action(("report",), number) for number in range(microbatches)]
+    actions.append(Action(("total",), microbatches))
+    actions.append(Action(("update",), microbatches))
+    return tuple(actions)
+
+
+def _no_role(
+    schedule: Schedule, what: str, ranks: Sequence[tuple[int, ...]], held: Sequence[tuple[int, ...]]
+) -> PlanError:
+    return PlanError(
+        f"the stages of the plan are not those of schedule {schedule.name}",
+        where=what,
+        got=f"devices with stages {'; '.join(map(_text, dict.fromkeys(held)))}",
+        expected=f"devices with stages {'; '.join(map(_text, dict.fromkeys(ranks)))}",
+        hint="leave the stages of each device to the schedule (Plan.stages(axis), or no plan), or choose a schedule with "
+        "as many stages",
+    )
+
+
+def _text(stages: Sequence[int]) -> str:
+    return ", ".join(map(str, stages)) or "none"
