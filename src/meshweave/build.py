@@ -115,7 +115,8 @@ def build_program(
     mesh, costs = target.mesh, target.costs
     _check_size(mesh)
     progress("capture")
-    resolved = resolve(target.plan, source.model, mesh)
+    pipeline = options.pipeline if options.part == "train" else None
+    resolved = resolve(target.plan, source.model, mesh, *(() if pipeline is None else (pipeline.stages,)))
     known = None if like is None else like.contract
     capture = partial(capture_source, replace(source, hooks=pinning(resolved)), optimizer=optimizer, like=known)
     step = capture_microbatch(capture, example, options)
@@ -153,6 +154,7 @@ def build_program(
         rows=step.rows,
         ahead=ahead,
         coupling=step.coupling,
+        pipeline=None if pipeline is None else pipeline.for_step(planned.optimized.roles, options.accumulate),
         storage=trouble,
     )
 

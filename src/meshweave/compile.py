@@ -25,6 +25,7 @@ from meshweave.errors import CaptureError, PlanError
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import PassList, Recompute, parse_passes, pass_list_of
 from meshweave.passes.options import PassesArgument
+from meshweave.pipeline import Pipeline, PipelineArgument
 from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
 from meshweave.program import Program
@@ -228,6 +229,7 @@ def compile(
     passes: PassesArgument = None,
     memory_cap_bytes: int | None = None,
     accumulate: int = 1,
+    pipeline: PipelineArgument = None,
     clip_grad_norm: float | None = None,
     precision: Precision | torch.dtype | None = None,
     seed: int = 0,
@@ -269,6 +271,9 @@ def compile(
     accumulate: microbatches per step. Loss, metrics and gradients are those of the whole batch, means over valid tokens
         among them; a warning names what is not (an op that needs rows of several microbatches), and
         `RunOptions(exact_microbatches=True)` makes it an error. clip_grad_norm: clip by global norm.
+    pipeline: how the stages of a model (axis pp) take the microbatches: the name of a schedule ("1f1b", "interleaved",
+        "zbv", ...), a .csv file in the form of torch.distributed.pipelining, or a `Schedule` (docs/pipelines.md). Without
+        it microbatches pass all stages one after the other.
     precision: the dtype of autocast, or a `Precision` with other dtypes of parameters and sums. Where gradients are
         computed through float16 the loss is scaled as by `torch.amp.GradScaler` (`Precision.loss_scale`).
     seed: of initial parameters, dropout and other random numbers.
@@ -303,6 +308,7 @@ def compile(
             seed=seed,
             precision=Precision.of(precision),
             exact_microbatches=run is not None and run.exact_microbatches,
+            pipeline=Pipeline.of(pipeline),
         ),
         shapes=listed_batches(shapes),
         batch=batch,

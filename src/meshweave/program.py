@@ -8,6 +8,7 @@ from meshweave.capture.contract import Contract
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions
 from meshweave.cost.hardware import Costs
+from meshweave.engine.actions import Schedule
 from meshweave.ir.graph import StepGraph, op_name, origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
@@ -61,6 +62,7 @@ class Program(Planned):
     rows: frozenset[str] | None = None  # the entries that microbatches cut; None: those with as many rows as the first
     ahead: Program | None = None  # what microbatches need of the whole batch
     coupling: str = ""  # why the step on microbatches is not that on the whole batch
+    pipeline: Schedule | None = None  # of the stages, if they work on several microbatches at a time
     storage: str = ""  # why the program of an earlier start was of no use, or why this program could not be stored
 
     @property

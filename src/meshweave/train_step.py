@@ -61,7 +61,7 @@ class CompiledStep:
         used are kept."""
         self.model, self.optimizer = model, optimizer
         note_untrained(model, optimizer)
-        session = Session(program.roles, world, replace(settings, is_sum=program.is_sum))
+        session = Session(program.roles, world, replace(settings, is_sum=program.is_sum, pipeline=program.pipeline))
         spec = program.optimizer
         session.state.fill(_initial_values(session.state, model, settings))
         session.bindings.bind(session.state, model, optimizer)

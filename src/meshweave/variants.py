@@ -46,7 +46,7 @@ class Variant:
     def __post_init__(self) -> None:
         self.updated = frozenset(self.program.captured.updated)
         if self.program.ahead is not None:
-            settings = replace(self.session.settings, accumulate=1, is_sum=False)
+            settings = replace(self.session.settings, accumulate=1, is_sum=False, pipeline=None)
             self.ahead = Session(self.program.ahead.roles, self.session.world, settings, share=self.session)
 
     def micros(self, batch: Batch) -> list[dict[str, Tensor]]:
@@ -244,7 +244,7 @@ class Variants:
             if part != "outputs":
                 check_entries(first.program.contract.batch, batch)  # an entry that is not there may be the reason
             raise
-        settings = replace(first.session.settings, accumulate=accumulate, is_sum=program.is_sum)
+        settings = replace(first.session.settings, accumulate=accumulate, is_sum=program.is_sum, pipeline=program.pipeline)
         session = Session(program.roles, first.session.world, settings, share=first.session)
         rows, number = rows_check(program, first.session.world), self._num_compiled
         variant = Variant(program=program, session=session, keys=[key], rows=rows, number=number)

@@ -26,7 +26,7 @@ def test_orders_of_actions() -> None:
 def test_each_node_is_in_one_section(reports: bool) -> None:
     for its in sections_of_roles(stages(4).roles, is_pipeline=reports):
         nodes = [n for n in its.role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
-        sends = {n for n in nodes if reports and is_wait_for_send(n) and origin_of(n).phase != "update"}
+        sends = {n for n in nodes if reports and is_wait_for_send(its.role, n) and origin_of(n).phase != "update"}
         nodes = [n for n in nodes if n not in sends]
         assert its.nodes() == nodes
         assert sum(len(its.nodes([kind])) for kind in KINDS) == len(nodes)

@@ -153,6 +153,7 @@ class CaptureOptions:
     part: Part = "train"
     exact_microbatches: bool = False
     is_whole: bool = False
+    pipeline: Any = None  # a `meshweave.pipeline.Pipeline`
 
     def __post_init__(self) -> None:
         check_microbatches(self.accumulate)

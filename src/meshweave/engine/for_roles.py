@@ -21,17 +21,16 @@ def schedule_for_roles(schedule: Schedule, sections: Sequence[Sections]) -> Sche
 
     Raises PlanError if no rank has the stages of a role, or none of the roles those of a rank."""
     held = [its.held for its in sections]
-    ranks = [tuple(sorted({a.stage for a in actions if a.name in _PASSES})) for actions in schedule.of_role]
+    ranks = schedule.stages_of_role
     for rank, stages in enumerate(ranks):
         if stages not in held:
             raise _no_role(schedule, f"rank {rank} with stages {_text(stages)}", ranks, held)
-    count = 1 + max(action.microbatch for actions in schedule.of_role for action in actions)
     of_role = []
     for its, stages in zip(sections, held, strict=True):
         if stages not in ranks:
             where = devices_text(its.role.devices)
             raise _no_role(schedule, f"{where} with stages {_text(stages)}", ranks, held)
-        of_role.append(_with_rest(schedule.of_role[ranks.index(stages)], its, count))
+        of_role.append(_with_rest(schedule.of_role[ranks.index(stages)], its, schedule.num_microbatches))
     return replace(schedule, of_role=tuple(of_role))
 
 

@@ -2,7 +2,7 @@
 
 A stage goes on once it has started to send; what it receives must have been sent. So an action needs the actions of
 other roles that send what it receives, and the earlier ones of its own role. Communications within a role are among
-devices that run the same actions. The update, in which roles meet, is not part of this order.
+devices that run the same actions. The end of a step, in which roles meet, is not part of this order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph
 
 Place = tuple[int, int]  # a role and the index of one of its actions
+_JOINT = ("total", "update")  # actions in which roles meet
 Message = tuple[str, int]  # the key of a transfer and a microbatch
 
 
@@ -28,7 +29,7 @@ def action_order(schedule: Schedule, sections: Sequence[Sections]) -> list[Place
     sent, received = dict[Message, list[Place]](), dict[Place, list[Message]]()
     for number, its in enumerate(sections):
         for at, action in enumerate(schedule.of_role[number]):
-            if action.name != "update":
+            if action.name not in _JOINT:
                 for key, is_sender in _transfers(roles, its, action):
                     message = key, action.microbatch
                     if is_sender:
@@ -37,7 +38,7 @@ def action_order(schedule: Schedule, sections: Sequence[Sections]) -> list[Place
                         received.setdefault((number, at), []).append(message)
     _check_matches(roles, schedule, sent, received)
     done, order = [0] * len(roles), list[Place]()
-    ends = [sum(action.name != "update" for action in actions) for actions in schedule.of_role]
+    ends = [sum(action.name not in _JOINT for action in actions) for actions in schedule.of_role]
     is_new = True
     while is_new:
         is_new = False
@@ -69,7 +70,8 @@ def _transfers(roles: Sequence[RankGraph], its: Sections, action: Action) -> lis
         own = set(its.role.devices)
         if own.issuperset(ends[0] | ends[1]):
             continue
-        if own & ends[0] and own & ends[1]:
+        senders = {m.sender for device in own & ends[1] for m in entry.routes.received_by(device)}
+        if own & ends[0] and not own >= senders:
             raise _meeting(its, action, f"transfer {key}", str(origin_of(node)))
         found.append((key, bool(own & ends[0])))
     return found

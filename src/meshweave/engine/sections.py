@@ -16,7 +16,10 @@ from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import PARTS, origin_of, output_node
 from meshweave.ir.rank import SYMBOLS, RankGraph
 
-Kind = Literal["unshard", "forward", "report", "backward", "input", "weight", "reduce", "total", "update"]
+Kind = Literal[
+    "unshard", "forward", "report", "backward", "input", "weight", "reduce", "total", "update", "reshard",
+    "send_forward", "receive_forward", "send_backward", "receive_backward",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Cut = Literal["backward", "update"]  # what begins where a graph is cut
 CUTS: tuple[Cut, ...] = get_args(Cut)
@@ -116,7 +119,7 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
     kinds: dict[fx.Node, Kind] = {n: "total" if n in total else kind for n, kind in whole.kinds.items()}
     for node in [n for n, kind in kinds.items() if kind == "update" and n.target is WAIT]:
         kinds[node] = kinds[node.all_input_nodes[0]]  # a part of the step ends what it has begun
-    kinds = {n: kind for n, kind in kinds.items() if kind in ("total", "update") or not is_wait_for_send(n)}
+    kinds = {n: kind for n, kind in kinds.items() if kind in ("total", "update") or not is_wait_for_send(whole.role, n)}
     stages: dict[fx.Node, int] = {}
     for node, kind in kinds.items():
         operands = [stages[n] for n in node.all_input_nodes if n in stages and kinds[n] == kind]
@@ -152,9 +155,11 @@ def _is_within(role: RankGraph, start: fx.Node) -> bool:
     return set(role.devices).issuperset({*ends[0], *ends[1]})
 
 
-def is_wait_for_send(node: fx.Node) -> bool:
-    """Whether a node waits for a transfer of which its role receives nothing."""
-    return node.target is WAIT and node.args[0].target is transfer and "spec" not in node.meta  # type: ignore[union-attr]
+def is_wait_for_send(role: RankGraph, node: fx.Node) -> bool:
+    """Whether a node waits for a transfer of which the role receives nothing."""
+    if node.target is not WAIT or node.all_input_nodes[0].target is not transfer:
+        return False
+    return role.devices[0] not in role.transfers[str(node.all_input_nodes[0].args[-1])].target.mesh
 
 
 def _sent_on(role: RankGraph, kinds: Mapping[fx.Node, Kind], stages: Mapping[fx.Node, int]) -> set[fx.Node]:

@@ -16,7 +16,7 @@ BALANCE = ("auto", "head_tail", "none")  # in which order devices store a sequen
 Devices = Mesh | int | Sequence[int] | str
 
 
-STAGE_ORDERS = ("loop", "v")  # in which the indices of an axis take turns
+STAGE_ORDERS = ("looped", "v")  # in which the indices of an axis take turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +154,11 @@ class Plan:
         return Plan([Entry("on", glob=glob, text=_device_text(where)) for glob, where in devices.items()])
 
     @staticmethod
-    def stages(axis: str, per_device: int | str | None = None, order: str = "loop") -> Plan:
+    def stages(axis: str, per_device: int | str | None = None, order: str = "looped") -> Plan:
         """The model's longest list of layers as consecutive stages, balanced by parameters: `per_device` of them for
         each index of `axis` (default: as many as the schedule of `pipeline=` needs, else one).
 
-        `order` says which index has which stage: in a "loop" index i of n has stages i, n + i, ...; in a "v" the order
+        `order` says which index has which stage: "looped", index i of n has stages i, n + i, ...; in a "v" the order
         turns round after every n, so that index 0 has the first stage and the last of two. Modules before the layers
         run with the first stage, modules after them with the last.
         """
@@ -214,6 +214,7 @@ class Resolved:
     pins: list[tuple[str, str, str]] = field(default_factory=list)
     homes: dict[str, Mesh] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)  # of a pipeline, by module
+    usual_stages: tuple[int, str] = (1, "looped")  # how many per index and their order, where the plan leaves it open
     named: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
 

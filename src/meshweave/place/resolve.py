@@ -45,12 +45,14 @@ def hf_tp_plan(model: nn.Module) -> dict[str, str]:
     return hugging_face_plan(model, "tp_plan", "_tp_plan")
 
 
-def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh) -> Resolved:
+def resolve(
+    plan: Plan | None, model: nn.Module, mesh: Mesh, stages: tuple[int, str] = (1, "looped")
+) -> Resolved:
     """Read a plan against a model. Raises PlanError if a glob, axis or style matches nothing, with near misses.
 
-    Without a plan `usual_stages` decides the stages, since the model itself may place its layers.
+    `stages`: how many each index of an axis has and in what order, where the plan leaves it open. Without a plan `usual_stages` decides the stages, since the model itself may place its layers.
     """
-    resolved = Resolved(is_default=plan is None)
+    resolved = Resolved(is_default=plan is None, usual_stages=stages)
     _check_zero(plan)
     for entry in (default_plan(model, mesh) if plan is None else plan).entries:
         if not (resolved.is_default and entry.kind == "stages"):
@@ -318,7 +320,7 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     name, layers = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
     weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    per_device, order = entry.text.split() if entry.text else ("1", "loop")
+    per_device, order = entry.text.split() if entry.text else resolved.usual_stages
     size = mesh.size(entry.axis)
     stages, count = [i for i, w in enumerate(weights) if w], size * max(1, int(per_device))
     if len(stages) < count:

@@ -77,12 +77,11 @@ class Group:
 @dataclass(eq=False, slots=True)
 class Pending:
     """A started communication. `kept_alive` are buffers that must live until it is done; `finish` computes the value
-    from them, once. `is_send`: this rank receives nothing."""
+    from them, once."""
 
     works: tuple[Any, ...]
     kept_alive: tuple[Tensor, ...]
     finish: Callable[[], Tensor | None]
-    is_send: bool = False
     is_done: bool = False
     value: Tensor | None = None
 

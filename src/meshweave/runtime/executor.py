@@ -159,7 +159,7 @@ def compile_tasks(
     reads, makes = dict[str, tuple[int, ...]](), dict[str, frozenset[int]]()
     made = {n for n in graph.graph.nodes if n.target in SYMBOLS}
     for action, part, its_steps in zip(actions, parts, steps, strict=True):
-        its_tasks, is_posted = [task(step) for step in its_steps], sections.stages and action.name != "update"
+        its_tasks, is_posted = [task(step) for step in its_steps], sections.stages and action.name not in ("total", "update")
         posts[action.key] = tuple(t for t in its_tasks if is_posted and _is_receive(t))
         tasks[action.key] = tuple(t for t in its_tasks if not (is_posted and _is_receive(t)))
         read = dict.fromkeys(n for node in part for n in node.all_input_nodes)

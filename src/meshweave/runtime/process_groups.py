@@ -79,6 +79,7 @@ class ClusterCommunicator:
     recorder: Observer | None = None
     stream: torch.cuda.Stream | None = None  # of the GPU that computes
     microbatch: int = 0  # of what is started next
+    is_pipeline: bool = False  # sends between stages are not waited for with their communication
     num_started: int = 0
     num_waited: int = 0
     # Starts of the program in this call, in order, with the bytes of their operands; with None where it waits for them.
@@ -88,6 +89,7 @@ class ClusterCommunicator:
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
     _process_groups: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _edges: dict[tuple[tuple[int, ...], tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+    _sent: list[tuple[tuple[Any, ...], tuple[Tensor, ...]]] = field(default_factory=list)  # works with their buffers
     _messages: dict[dist.ProcessGroup, Messages] = field(default_factory=dict)
     _background: Background = field(default_factory=Background)
     _graph: RankGraph | None = None  # of `log`
@@ -105,6 +107,7 @@ class ClusterCommunicator:
         for name in sorted(used):
             mesh, axes = used[name].group_axes(name)
             self.group(axes, mesh)
+        self.is_pipeline = self.is_pipeline or is_pipeline
         entries = [entry for rank in roles for entry in rank.transfers.values() if is_pipeline and self.is_native]
         for edge in sorted({(each.source.mesh.devices, each.target.mesh.devices) for each in entries}):
             if edge not in self._edges:
@@ -206,30 +209,24 @@ class ClusterCommunicator:
         routes, shape = entry.routes, entry.spec.shape
         sent = [m for m in routes.sent_by(self.rank) if m.receiver != self.rank]
         received = routes.received_by(self.rank)
-        calls: list[tuple[Callable[..., Any], Tensor, int]] = []
-        buffers: list[Tensor] = []
+        posted: list[tuple[Callable[..., Any], Tensor, int]] = []
         device = torch.device("cuda", torch.cuda.current_device()) if self.is_native else torch.device("cpu")
         parts: dict[int, list[Tensor]] = {self.rank: []}
         for message in received:
             if message.sender != self.rank:
                 part = torch.empty(message.box.size, dtype=entry.spec.dtype, device=device)
-                calls.append((dist.irecv, bytes_of(part), message.sender))
+                posted.append((dist.irecv, bytes_of(part), message.sender))
                 parts.setdefault(message.sender, []).append(part)
+        buffers: list[Tensor] = []
         for message in sent:
             assert operand is not None
-            part = dense(operand[piece_of(message.box, entry.source.box_of(shape, self.rank))])
-            calls.append((dist.isend, bytes_of(part), message.receiver))
-            buffers.append(part)
-        works: tuple[Any, ...]
-        if self.is_native and calls:
-            check_sends_from_gpu(str(dist.get_backend_config()))
-            group = self._edges.get((entry.source.mesh.devices, entry.target.mesh.devices))
-            posts = [dist.P2POp(call, part, peer, group) for call, part, peer in calls]
-            works = tuple(dist.batch_isend_irecv(posts))
-        else:
-            sent_bytes = sum(part.nbytes for part in buffers)
-            post = lambda: [call(part, peer, tag=tag) for call, part, peer in calls]  # noqa: E731
-            works = (self._background.add(post, sent_bytes),) if calls else ()
+            buffers.append(dense(operand[piece_of(message.box, entry.source.box_of(shape, self.rank))]))
+        sends = [(dist.isend, bytes_of(x), m.receiver) for x, m in zip(buffers, sent, strict=True)]
+        if not self.is_pipeline:
+            posted, sends = posted + sends, []
+        works = self._posted(entry, posted, tag, 0 if self.is_pipeline else sum(x.nbytes for x in buffers))
+        if sends:
+            self._sent.append((self._posted(entry, sends, tag, sum(x.nbytes for x in buffers)), tuple(buffers)))
 
         def finish() -> Tensor | None:
             if self.rank not in entry.target.mesh:
@@ -237,8 +234,21 @@ class ClusterCommunicator:
             remaining = {sender: iter(own_parts) for sender, own_parts in parts.items()}
             return receive(entry, self.rank, received, operand, lambda m: next(remaining[m.sender]), device)
 
-        held = (*buffers, *(part for own_parts in parts.values() for part in own_parts))
-        return Pending(works, held, finish, is_send=self.rank not in entry.target.mesh)
+        return Pending(works, (*buffers, *(part for own_parts in parts.values() for part in own_parts)), finish)
+
+    def _posted(
+        self, entry: Transfer, calls: Sequence[tuple[Callable[..., Any], Tensor, int]], tag: int, num_bytes: int
+    ) -> tuple[Any, ...]:
+        """The works of sends and receives of a transfer, which are started here; `num_bytes` are sent."""
+        if not calls:
+            return ()
+        if self.is_native:
+            check_sends_from_gpu(str(dist.get_backend_config()))
+            group = self._edges.get((entry.source.mesh.devices, entry.target.mesh.devices))
+            posts = [dist.P2POp(call, part, peer, group) for call, part, peer in calls]
+            return tuple(dist.batch_isend_irecv(posts))
+        post = lambda: [call(part, peer, tag=tag) for call, part, peer in calls]  # noqa: E731
+        return (self._background.add(post, num_bytes),)
 
     def permute(self, group: Group, operand: Tensor, to: int | Sequence[int]) -> Any:
         """Begin a permute in this rank's group, of operands of the same shape. The receive is posted before the send;
@@ -286,12 +296,18 @@ class ClusterCommunicator:
 
     def finish_sends(self, waits: bool) -> None:
         """Release what other stages have received; or wait until they have received all."""
-        for pending in [pending for pending in self.open if pending.is_send]:
-            if waits or all(work.is_completed() for work in pending.works):
-                self.wait(pending)
+        waiting = []
+        for works, buffers in self._sent:
+            if waits:
+                for work in works:
+                    self._await(work)
+            elif not all(work.is_completed() for work in works):
+                waiting.append((works, buffers))
+        self._sent = waiting
 
     def drain(self) -> None:
         """Wait for everything that was started."""
+        self.finish_sends(True)
         for pending in list(self.open):
             self.wait(pending)
 

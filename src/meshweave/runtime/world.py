@@ -62,7 +62,7 @@ class Mailbox:
         self._waiting.setdefault(message, entry.target.mesh.num_devices)
 
     def take(self, entry: Transfer, message: tuple[str, int], device: int, on: torch.device) -> Tensor:
-        """The piece of a device, assembled from what its senders have put."""
+        """The piece of a device, assembled from what its senders (perhaps itself) have put."""
         sent, shape = self._sent[message], entry.spec.shape
 
         def part(message: Message) -> Tensor:
@@ -70,7 +70,7 @@ class Mailbox:
             assert piece is not None
             return piece[piece_of(message.box, entry.source.box_of(shape, message.sender))]
 
-        value = receive(entry, device, entry.routes.received_by(device), None, part, on)
+        value = receive(entry, device, entry.routes.received_by(device), sent.get(device), part, on)
         self._waiting[message] -= 1
         if not self._waiting[message]:
             del self._sent[message], self._waiting[message]

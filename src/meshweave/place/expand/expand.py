@@ -167,8 +167,9 @@ class _Expander:
         received, sent = origin_of(node), replace(origin_of(node), stage=origin_of(source).stage)
         for i, step in enumerate(steps):
             key = self.program.keys.get((node, i))
-            is_there = step.source.mesh == ends[0].mesh != ends[-1].mesh and not self._has(step.target)
-            self.emit.origin = sent if is_there else received
+            is_before = step.source.mesh == ends[0].mesh != ends[-1].mesh
+            is_sent = is_before and (step.target.mesh == ends[0].mesh or not self._has(step.target))
+            self.emit.origin = sent if is_sent else received
             self.emit.move = f"{spec_of(node)}: {step.source} -> {step.target}"
             finish = self._step(key, finish() if finish is not None else None, step, shape)
         if finish is not None and self._has(ends[-1]):
