@@ -47,7 +47,7 @@ class Alone:
         return started
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SerialExecutor:
     """Runs the tasks of one device in order, its communications through a communicator."""
 
