@@ -34,6 +34,7 @@ ROOMS = (
     "report",
     "passes",
     "torch_compile",
+    "pipeline",
     "program",
     "stored",
     "expert_chunks",

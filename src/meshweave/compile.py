@@ -272,8 +272,8 @@ def compile(
         among them; a warning names what is not (an op that needs rows of several microbatches), and
         `RunOptions(exact_microbatches=True)` makes it an error. clip_grad_norm: clip by global norm.
     pipeline: how the stages of a model (axis pp) take the microbatches: the name of a schedule ("1f1b", "interleaved",
-        "zbv", ...), a .csv file in the form of torch.distributed.pipelining, or a `Schedule` (docs/pipelines.md). Without
-        it microbatches pass all stages one after the other.
+        "zbv", ...), a .csv file in the form of torch.distributed.pipelining, or a `Schedule` (docs/pipelines.md).
+        Without it microbatches pass all stages one after the other.
     precision: the dtype of autocast, or a `Precision` with other dtypes of parameters and sums. Where gradients are
         computed through float16 the loss is scaled as by `torch.amp.GradScaler` (`Precision.loss_scale`).
     seed: of initial parameters, dropout and other random numbers.

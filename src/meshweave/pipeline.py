@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshweave.engine.actions import Schedule
-from meshweave.engine.for_roles import schedule_for_roles
+from meshweave.engine.for_roles import scheduled
 from meshweave.engine.order import action_order
 from meshweave.engine.schedules.csv_files import load_schedule
-from meshweave.engine.schedules.form import place_stages
+from meshweave.engine.schedules.form import Placement, place_stages
 from meshweave.engine.schedules.generators import SCHEDULES, make_schedule
 from meshweave.engine.schedules.proof import prove_schedule
 from meshweave.engine.sections import sections_of_roles
 from meshweave.errors import PlanError, near_miss
 from meshweave.ir.rank import RankGraph
-from meshweave.place.plans import STAGE_ORDERS
 
 PipelineArgument = str | Path | Schedule | None
 
@@ -30,8 +29,8 @@ class Pipeline:
 
     @staticmethod
     def of(argument: PipelineArgument) -> Pipeline | None:
-        """The argument `pipeline=`: a name, a .csv file, a Schedule; None or "sequential" for microbatches that pass all
-        stages one after the other. PlanError for anything else."""
+        """The argument `pipeline=`: a name, a .csv file, a Schedule; None or "sequential" for microbatches that pass
+        all stages one after the other. PlanError for anything else."""
         if argument is None or argument == "sequential":
             return None
         if isinstance(argument, Schedule):
@@ -56,9 +55,11 @@ class Pipeline:
             family = SCHEDULES[self.name]
             return family.stages_per_rank or 2, "v" if family.placement == "v" else "looped"
         held = self.schedule.stages_of_role
-        count, ranks = len(held[0]), {stage: rank for rank, stages in enumerate(held) for stage in stages}
-        for order in STAGE_ORDERS:
-            if tuple(ranks[stage] for stage in sorted(ranks)) == place_stages(len(held), count, order):  # type: ignore[arg-type]
+        count, rank_of = len(held[0]), {stage: rank for rank, stages in enumerate(held) for stage in stages}
+        ranks = tuple(rank_of[stage] for stage in sorted(rank_of))
+        orders: tuple[Placement, ...] = ("looped", "v")
+        for order in orders:
+            if ranks == place_stages(len(held), count, order):
                 return count, order
         return 1, "looped"  # stages that a plan places by hand
 
@@ -77,11 +78,6 @@ class Pipeline:
         if schedule is None:
             schedule = make_schedule(self.name, len(held), microbatches, max(map(len, held)))
         prove_schedule(schedule, microbatches=microbatches)
-        sections = sections_of_roles(roles, is_pipeline=True, has_parts=has_parts(schedule))
-        action_order(schedule_for_roles(schedule, sections), sections)
+        sections, of_roles = scheduled(roles, schedule, microbatches)
+        action_order(of_roles, sections)
         return schedule
-
-
-def has_parts(schedule: Schedule) -> bool:
-    """Whether backward of some stage runs in two parts."""
-    return any(action.name in ("input", "weight") for actions in schedule.of_role for action in actions)

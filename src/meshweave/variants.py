@@ -244,7 +244,9 @@ class Variants:
             if part != "outputs":
                 check_entries(first.program.contract.batch, batch)  # an entry that is not there may be the reason
             raise
-        settings = replace(first.session.settings, accumulate=accumulate, is_sum=program.is_sum, pipeline=program.pipeline)
+        settings = replace(
+            first.session.settings, accumulate=accumulate, is_sum=program.is_sum, pipeline=program.pipeline
+        )
         session = Session(program.roles, first.session.world, settings, share=first.session)
         rows, number = rows_check(program, first.session.world), self._num_compiled
         variant = Variant(program=program, session=session, keys=[key], rows=rows, number=number)

@@ -12,9 +12,9 @@ from meshweave.cost.simulate.buckets import Buckets
 from meshweave.cost.simulate.kernels import Fusion
 from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
-from meshweave.engine.actions import ScheduleName
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import tokens_of
+from meshweave.pipeline import Pipeline, PipelineArgument
 from meshweave.program import Program
 
 
@@ -23,7 +23,7 @@ def simulate(
     profile: MachineProfile | str,
     *,
     fusion: Fusion | None = None,
-    pipeline: ScheduleName = "sequential",
+    pipeline: PipelineArgument = None,
     matmul_dtype: torch.dtype | str | None = None,
     title: str = "",
     buckets: Buckets = "none",
@@ -36,7 +36,7 @@ def simulate(
     fusion: "ops" (every op a kernel, as meshweave's own runtime), "eager" (PyTorch's kernels) or "compiled" (chains
         fused, as torch.compile), "blocks" (compiled in repeated blocks, eager elsewhere) or "blocks+loss" (and the
         loss); by default what the profile says of its machine.
-    pipeline: how stages take the microbatches of `accumulate`: "sequential" as the runtime does, "gpipe" or "1f1b".
+    pipeline: another schedule of the stages than the program's, as in `mw.compile`; "sequential": none.
     matmul_dtype: the dtype of matmuls in repeated blocks, as in float8 training, or its name.
     buckets: "blocks" or a number of bytes: which collectives are merged, to predict a system that flattens parameters
         (FSDP: "blocks", its flat buffers are in the memory) or gradients (DDP: 25 * 2**20). "none": as the program has
@@ -46,11 +46,15 @@ def simulate(
     """
     machine = load_profile(profile) if isinstance(profile, str) else profile
     microbatches = program.options.accumulate
+    schedule = program.pipeline
+    if pipeline is not None:
+        asked = Pipeline.of(pipeline)
+        schedule = None if asked is None else asked.for_step(program.roles, microbatches)
     tokens = tokens_of(program.captured) * microbatches
     options = SimulateOptions(
         fusion=fusion,
         microbatches=microbatches,
-        pipeline=pipeline,
+        pipeline=schedule,
         matmul_dtype=_dtype_of(matmul_dtype),
         tokens=tokens,
         title=title,

@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 from tests.simulate.test_pipelines import stages
 
-from meshweave.engine.actions import actions_of, forms_of, schedule_of, stage_numbers
+from meshweave.engine.actions import actions_of, forms_of
+from meshweave.engine.for_roles import scheduled
+from meshweave.engine.schedules.generators import make_schedule
 from meshweave.engine.sections import KINDS, is_wait_for_send, sections_of_roles
-from meshweave.errors import MeshweaveError
+from meshweave.errors import PlanError
+from meshweave.ir.collectives import transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import SYMBOLS
 
 
-def test_orders_of_actions() -> None:
-    text = lambda *args: " ".join(map(str, actions_of(*args)))  # noqa: E731
-    assert text("sequential", 3) == "GF0 B0 F1 B1 F2 BR2 U2"
-    assert text("sequential", 1) == "GF0 BR0 U0"
-    assert text("gpipe", 2) == "GF0 F1 B0 BR1 L0 L1 U1"
-    assert text("1f1b", 4, 2) == "GF0 F1 F2 B0 F3 B1 B2 BR3 L0 L1 L2 L3 U3"
-    assert text("1f1b", 3, 0) == "GF0 B0 F1 B1 F2 BR2 L0 L1 L2 U2"
-    assert text("1f1b", 2, 3) == "GF0 F1 B0 BR1 L0 L1 U1"
+def test_microbatches_come_one_after_the_other() -> None:
+    assert " ".join(map(str, actions_of(3))) == "GF0 B0 F1 B1 F2 BR2 U2"
+    assert " ".join(map(str, actions_of(1))) == "GF0 BR0 U0"
 
 
 @pytest.mark.parametrize("reports", [False, True])
@@ -38,24 +36,34 @@ def test_each_node_is_in_one_section(reports: bool) -> None:
         assert not any(origin_of(node).phase == "backward" for node in before)
 
 
-def test_stages_are_numbered_in_the_order_of_a_microbatch() -> None:
-    sections = sections_of_roles(stages(4).roles, is_pipeline=True)
-    assert stage_numbers(sections) == [0, 1, 2, 3]
-    assert stage_numbers(sections[::-1]) == [3, 2, 1, 0]
-    schedule = schedule_of("1f1b", sections, 2)
-    assert schedule.is_pipelined
-    assert str(schedule).splitlines()[3] == "F0 B0 F1 B1 L0 L1 U1"  # nothing is prepared or reduced
+def test_roles_get_the_actions_of_the_rank_that_has_their_stages() -> None:
+    roles = stages(4).roles
+    sections, schedule = scheduled(roles, make_schedule("1f1b", 4, 2), 2)
+    assert [its.held for its in sections] == [(0,), (1,), (2,), (3,)]
+    assert str(schedule).splitlines()[3] == "F0 B0 F1 B1 L0 L1 N2 U2"  # nothing is prepared or reduced
+    _, backwards = scheduled(roles[::-1], make_schedule("1f1b", 4, 2), 2)
+    assert backwards.of_role == schedule.of_role[::-1]
+    with pytest.raises(PlanError, match="the stages of the plan are not those of schedule"):
+        scheduled(roles, make_schedule("1f1b", 2, 2), 2)
+
+
+def test_backward_in_parts() -> None:
+    """The part for the inputs is what other stages wait for; every op of backward is in one of the parts."""
+    program = stages(4)
+    whole = sections_of_roles(program.roles, is_pipeline=True)
+    for its, before in zip(sections_of_roles(program.roles, is_pipeline=True, has_parts=True), whole, strict=True):
+        inputs, weights = (set(its.nodes([kind])) for kind in ("input", "weight"))
+        assert its.nodes(["backward"]) == before.nodes(["backward"])
+        assert inputs | weights == set(before.nodes(["backward"]))
+        assert not any(user in inputs for node in weights for user in node.users)
+        sends = [n for n in inputs if n.target is transfer and n.args[0] is not None]
+        assert len(sends) == (its.held != (0,))
 
 
 def test_microbatches_of_one_form_run_the_same() -> None:
-    first, *middle, last = forms_of(actions_of("sequential", 4))
+    first, *middle, last = forms_of(actions_of(4))
     kinds = lambda actions: tuple(action.kinds for action in actions)  # noqa: E731
     assert kinds(first) == (("unshard", "forward"), ("backward",))
     assert list(map(kinds, middle)) == [(("forward",), ("backward",))] * 2
     assert kinds(last) == (("forward",), ("backward", "reduce"), ("update",))
     assert [action.name for action in last] == ["forward", "backward", "update"]
-
-
-def test_unknown_schedule() -> None:
-    with pytest.raises(MeshweaveError, match="unknown pipeline schedule"):
-        schedule_of("zb", [], 2)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from meshweave.cost.simulate.kernels import Fusion
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import PassList, pass_list_of
+from meshweave.pipeline import Pipeline
 from meshweave.place.plan_text import data_parallel_size, parse_plan
 from meshweave.place.plans import Plan
 from meshweave.program import Program
@@ -86,6 +87,7 @@ class StepOptions(Options):
     dtype: Dtype = option("float32", "bfloat16 and float16 are autocast: parameters stay float32")
     param_dtype: ParamDtype | None = option(None, "cast parameters before forward")
     accumulate: int = option(1, "microbatches per step", min=1)
+    pipeline: str = option("", "how stages take the microbatches: 1f1b, interleaved, zbv, ... or a .csv file")
     clip_grad_norm: float | None = option(None, "clip gradients by their global norm")
     passes: str = option("none", "passes over the step, such as default or overlap,split=2,recompute=full")
     memory_cap: str = option("", "memory cap of a device, such as 40GB; implies the pass overlap")
@@ -211,11 +213,12 @@ def compiled(
         read_optimizer(optimizer, source.model),
         Target(mesh, plan, costs or parse_costs(job.profile, mesh.axis_names)),
         CaptureOptions(
-            clip_grad_norm=job.clip_grad_norm, accumulate=job.accumulate, seed=job.seed, precision=job.precision
+            clip_grad_norm=job.clip_grad_norm, accumulate=job.accumulate, seed=job.seed, precision=job.precision,
+            pipeline=Pipeline.of(job.pipeline or None),
         ),
         job.pass_list,
         stage,
-    )
+    )  # fmt: skip
 
 
 def compiled_unrun(screen: Screen, job: MeshStepOptions, costs: Costs | None = None) -> Program:

@@ -15,7 +15,6 @@ from meshweave.cli.job import MachineOptions, meshes_like, parse_bytes
 from meshweave.cli.levers import Peak, Setting, levers
 from meshweave.cli.screen import Screen, attributes_of, check_outputs, write_text
 from meshweave.cost.simulate.result import Simulation
-from meshweave.engine.actions import ScheduleName
 from meshweave.errors import MeshweaveError
 from meshweave.passes import Overlap
 from meshweave.program import Program
@@ -34,7 +33,6 @@ MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]
 class SimulateCommandOptions(MachineOptions):
     mesh: list[str] = option(help="named axes, such as fsdp=8,tp=8; several are compared", autocompletion=meshes_like)
     plan: list[str] = option(list, "as for plan; a single plan for all meshes, or a plan per mesh")
-    pipeline: ScheduleName = option("sequential", "how stages take the --accumulate microbatches")
     matmul_dtype: MatmulDtype | None = option(None, "dtype of the matmuls in repeated blocks")
     buckets: str = option("none", "which collectives are merged: 'blocks' (as FSDP does), or a size (25MiB)")
     report: Path | None = option(None, "write one HTML page")
@@ -49,7 +47,6 @@ class SimulateCommandOptions(MachineOptions):
             program,
             self.machine,
             fusion=self.fusion,
-            pipeline=self.pipeline,
             matmul_dtype=self.matmul_dtype,
             buckets=buckets,
             title=" ".join(filter(None, (self.model_name, f"on {mesh or 'one device'}", plan))),

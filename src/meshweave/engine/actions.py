@@ -6,15 +6,11 @@ gradients reduced after the last, wherever the schedule says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
 
 from meshweave.engine.sections import KINDS, Kind, Sections
-from meshweave.errors import MeshweaveError
-from meshweave.ir.collectives import transfer
 
-ScheduleName = Literal["sequential", "gpipe", "1f1b"]
 _LETTERS: Mapping[Kind, str] = {
     "unshard": "G", "forward": "F", "report": "L", "backward": "B", "input": "I", "weight": "W", "reduce": "R",
     "total": "N", "update": "U", "reshard": "H", "send_forward": "Sf", "receive_forward": "Rf", "send_backward": "Sb",
@@ -55,9 +51,7 @@ Actions = tuple[Action, ...]  # of a role, in order
 def forms_of(actions: Actions) -> list[Actions]:
     """By microbatch, what its actions run: microbatches of one form run the same tasks."""
     count = max(action.microbatch for action in actions) + 1
-    return [
-        tuple(Action(a.kinds, 0, a.stage) for a in actions if a.microbatch == number) for number in range(count)
-    ]
+    return [tuple(Action(a.kinds, 0, a.stage) for a in actions if a.microbatch == number) for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +69,12 @@ class Schedule:
     def num_microbatches(self) -> int:
         """One more than the highest number of a microbatch; 0 without actions."""
         return max((action.microbatch + 1 for actions in self.of_role for action in actions), default=0)
+
+    @property
+    def last_microbatch(self) -> int:
+        """The number of the last microbatch: what follows all of them may have one of its own."""
+        passes = (a.microbatch for actions in self.of_role for a in actions if a.name not in ("total", "update"))
+        return max(passes, default=0)
 
     @property
     def num_stages(self) -> int:
@@ -95,75 +95,18 @@ class Schedule:
         return "\n".join(" ".join(map(str, actions)) for actions in self.of_role)
 
 
-def schedule_of(name: ScheduleName, sections: Sequence[Sections], microbatches: int) -> Schedule:
-    """The schedule of this name for the sections of all roles, which are stages.
-
-    `sequential`: forward and backward of each microbatch in turn. `gpipe`: all forwards, then all backwards (Huang et
-    al., NeurIPS 2019). `1f1b`: as many forwards as there are later stages, then forward and backward alternate
-    (Narayanan et al., SOSP 2019). Raises MeshweaveError for another name, and for 1f1b if a stage gets values that
-    depend on what it sent itself."""
-    if name not in get_args(ScheduleName):
-        raise MeshweaveError("unknown pipeline schedule", got=repr(name), expected=", ".join(get_args(ScheduleName)))
-    stages = stage_numbers(sections) if name == "1f1b" else [0] * len(sections)
-    ahead = [max(stages) - stage for stage in stages]
+def sequential(sections: Sequence[Sections], microbatches: int) -> Schedule:
+    """Forward and backward of each microbatch in turn, the same on all roles."""
     kinds = {"forward", "backward", "update"}.union(*(its.kinds.values() for its in sections))
-    return Schedule(name, tuple(actions_of(name, microbatches, count, kinds) for count in ahead))
+    return Schedule("sequential", (actions_of(microbatches, kinds),) * len(sections))
 
 
-def actions_of(name: ScheduleName, microbatches: int, stages_after: int = 0, kinds: Collection[str] = KINDS) -> Actions:
-    """The actions of a role that has sections of these kinds. `stages_after`: how many stages a microbatch passes
-    after it."""
-    numbers = range(microbatches)
-    order: list[tuple[Kind, int]] = []
-    if name == "gpipe":
-        order = [*(("forward", m) for m in numbers), *(("backward", m) for m in numbers)]
-    elif name == "1f1b":
-        ahead = min(stages_after, microbatches)
-        order = [("forward", m) for m in range(ahead)]
-        for m in numbers:
-            order += [("forward", m + ahead)] if m + ahead < microbatches else []
-            order.append(("backward", m))
-    else:
-        order = [(kind, m) for m in numbers for kind in ("forward", "backward")]
-    whole = _with_rest(order, microbatches, name != "sequential")
-    actions = (Action(tuple(kind for kind in each.kinds if kind in kinds), each.microbatch) for each in whole)
-    return tuple(action for action in actions if action.kinds)
-
-
-def _with_rest(order: Iterable[tuple[Kind, int]], microbatches: int, is_pipelined: bool) -> Iterable[Action]:
-    """The passes of a step, with what it runs once. In a pipeline stages tell each other the losses after all
-    microbatches, so that no forward waits for the last stage."""
-    last = microbatches - 1
-    for kind, microbatch in order:
-        before: tuple[Kind, ...] = ("unshard",) if kind == "forward" and microbatch == 0 else ()
-        after: tuple[Kind, ...] = ("reduce",) if kind == "backward" and microbatch == last else ()
-        yield Action((*before, kind, *after), microbatch)
-    if is_pipelined:
-        yield from (Action(("report",), microbatch) for microbatch in range(microbatches))
-    yield Action(("update",), last)
-
-
-def stage_numbers(sections: Sequence[Sections]) -> list[int]:
-    """How many stages a microbatch passes before it comes to each role in forward, whatever the devices.
-    MeshweaveError if a role gets values that depend on what it sent itself."""
-    sides: dict[Any, tuple[set[int], set[int]]] = {}  # by key: roles that receive, that send
-    for i, its in enumerate(sections):
-        for node in its.nodes(("unshard", "forward")):
-            if node.target is transfer:
-                sides.setdefault(node.args[-1], (set(), set()))[node.args[0] is not None].add(i)
-    edges = {
-        (sender, receiver) for receivers, senders in sides.values() for sender in senders for receiver in receivers
-    }
-    numbers = [0] * len(sections)
-    for _ in sections:
-        for sender, receiver in edges:
-            numbers[receiver] = max(numbers[receiver], numbers[sender] + 1)
-    for sender, receiver in sorted(edges):
-        if numbers[receiver] <= numbers[sender]:
-            raise MeshweaveError(
-                "1f1b is a schedule of stages that a microbatch passes once",
-                where=f"devices {sections[sender].role.devices} and {sections[receiver].role.devices}",
-                got="in forward, both get values from each other",
-                hint='pipeline="gpipe", or layers on devices in one direction',
-            )
-    return numbers
+def actions_of(microbatches: int, kinds: Collection[str] = KINDS) -> Actions:
+    """The actions of a role that has sections of these kinds: forward and backward of each microbatch in turn, with
+    what a step runs once beside the first and the last."""
+    actions = list[Action]()
+    for number in range(microbatches):
+        actions.append(Action(("unshard", "forward") if number == 0 else ("forward",), number))
+        actions.append(Action(("backward", "reduce") if number == microbatches - 1 else ("backward",), number))
+    actions.append(Action(("update",), microbatches - 1))
+    return tuple(Action(tuple(k for k in each.kinds if k in kinds), each.microbatch) for each in actions)

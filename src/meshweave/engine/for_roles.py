@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshweave.engine.actions import Action, Actions, Schedule
+from meshweave.engine.actions import Action, Actions, Schedule, sequential
 from meshweave.engine.match import devices_text
-from meshweave.engine.sections import Kind, Sections
+from meshweave.engine.sections import Kind, Sections, sections_of_roles
 from meshweave.errors import PlanError
+from meshweave.ir.rank import RankGraph
 
 _PASSES: tuple[Kind, ...] = ("forward", "backward", "input", "weight")
 _LAST: tuple[Kind, ...] = ("backward", "weight")  # the end of a stage's backward
+
+
+def scheduled(
+    roles: Sequence[RankGraph], pipeline: Schedule | None, microbatches: int
+) -> tuple[tuple[Sections, ...], Schedule]:
+    """The sections of the roles of a program, and what each role does in a step: the actions of a schedule of pipeline
+    ranks, or, without one, those of microbatches that come one after the other."""
+    if pipeline is None:
+        sections = sections_of_roles(roles)
+        return sections, sequential(sections, microbatches)
+    has_parts = any(action.name in ("input", "weight") for actions in pipeline.of_role for action in actions)
+    sections = sections_of_roles(roles, is_pipeline=True, has_parts=has_parts)
+    return sections, schedule_for_roles(pipeline, sections)
 
 
 def schedule_for_roles(schedule: Schedule, sections: Sequence[Sections]) -> Schedule:
@@ -41,8 +55,8 @@ def _with_rest(passes: Actions, its: Sections, microbatches: int) -> Actions:
     kinds = set(its.kinds.values())
     actions = list[Action]()
     for at, action in enumerate(own):
-        before: tuple[Kind, ...] = ("unshard",) if first.get(action.stage) == at else ()
-        after: tuple[Kind, ...] = ("reduce",) if last.get(action.stage) == at else ()
+        before: tuple[Kind, ...] = ("unshard",) if "unshard" in kinds and first.get(action.stage) == at else ()
+        after: tuple[Kind, ...] = ("reduce",) if "reduce" in kinds and last.get(action.stage) == at else ()
         actions.append(replace(action, kinds=(*before, action.name, *after)))
     if "report" in kinds:
         actions += [Action(("report",), number) for number in range(microbatches)]
@@ -59,8 +73,8 @@ def _no_role(
         where=what,
         got=f"devices with stages {'; '.join(map(_text, dict.fromkeys(held)))}",
         expected=f"devices with stages {'; '.join(map(_text, dict.fromkeys(ranks)))}",
-        hint="leave the stages of each device to the schedule (Plan.stages(axis), or no plan), or choose a schedule with "
-        "as many stages",
+        hint="leave the stages of each device to the schedule (Plan.stages(axis), or no plan), or choose a schedule "
+        "with as many stages",
     )
 
 

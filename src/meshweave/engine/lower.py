@@ -172,9 +172,7 @@ def _devices_of(entry: Transfer) -> set[int]:
     return {*entry.source.mesh.devices, *entry.target.mesh.devices}
 
 
-def _calls(
-    row: Sequence[fx.Node], is_own: Callable[[str], bool]
-) -> list[tuple[int, int, fx.Node, tuple[Any, ...]]]:
+def _calls(row: Sequence[fx.Node], is_own: Callable[[str], bool]) -> list[tuple[int, int, fx.Node, tuple[Any, ...]]]:
     """For each communication the index of its start, that of its wait, its node and its arguments; without transfers
     that are not among these devices alone."""
     index = {node: i for i, node in enumerate(row)}

@@ -83,7 +83,7 @@ def _meeting(its: Sections, action: Action, what: str, where: str) -> VerifyErro
         where=where,
         got=f"action {action} of {devices_text(its.role.devices)}",
         expected="stages on separate devices, which send values to each other",
-        hint='leave out pipeline=, or place every layer on the devices of a single index of the axis (Plan.stages)',
+        hint="leave out pipeline=, or place every layer on the devices of a single index of the axis (Plan.stages)",
     )
 
 

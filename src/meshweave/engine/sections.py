@@ -6,7 +6,7 @@ step; an action (`engine.actions`) says for which microbatch, and which sections
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -23,6 +23,8 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Cut = Literal["backward", "update"]  # what begins where a graph is cut
 CUTS: tuple[Cut, ...] = get_args(Cut)
+
+_OF_ALL = ("report", "total", "update")  # sections of all stages of a role
 
 # Outputs of a role that are read where its graph is cut: the loss and what is reported with it before backward, and
 # before the update the norm of the gradients, and what the next microbatch begins with.
@@ -56,15 +58,14 @@ class Sections:
 
     def nodes(self, kinds: Collection[Kind] = KINDS, stage: int | None = None) -> list[fx.Node]:
         """The nodes of these sections, in the order of the graph; `stage`: of this one alone."""
-        wanted = {*kinds, "input", "weight"} if "backward" in kinds else {*kinds}
-        if stage is None or not self.stages:
-            return [node for node, kind in self.kinds.items() if kind in wanted]
-        of_all = {"report", "total", "update"} & wanted
-        return [
-            node
-            for node, kind in self.kinds.items()
-            if kind in of_all or (kind in wanted and self.stages[node] == stage)
-        ]
+        return [node for node in self.kinds if self.has(node, kinds, stage)]
+
+    def has(self, node: fx.Node, kinds: Collection[Kind], stage: int | None = None) -> bool:
+        """Whether a node is in one of these sections, and, for those that stages have, in that of `stage`."""
+        kind = self.kinds.get(node)
+        if kind not in kinds and not (kind in ("input", "weight") and "backward" in kinds):
+            return False
+        return stage is None or not self.stages or kind in _OF_ALL or self.stages[node] == stage
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -125,10 +126,23 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
         operands = [stages[n] for n in node.all_input_nodes if n in stages and kinds[n] == kind]
         pick = max if kind in ("unshard", "forward") else min
         stages[node] = pick([origin_of(node).stage, *operands])
+    for node in reversed([*_without_batch(whole.role, kinds)]):
+        users = [stages[user] for user in node.users if user in stages and PARTS[origin_of(user).phase] == 0]
+        stages[node] = max(stages[node], min(users, default=0))
     if has_parts:
         sent = _sent_on(whole.role, kinds, stages)
         kinds.update({n: "input" if n in sent else "weight" for n, kind in kinds.items() if kind == "backward"})
     return Sections(whole.role, kinds, {cut: n for cut in CUTS if (n := whole.begin(cut)) is not None}, stages)
+
+
+def _without_batch(role: RankGraph, kinds: Mapping[fx.Node, Kind]) -> Iterator[fx.Node]:
+    """The ops of forward that follow from parameters and constants alone: every stage that needs one has it."""
+    found = {node for node, item in role.sources.items() if item.kind not in ("batch", "ahead")}
+    for node, kind in kinds.items():
+        operands = [n for n in node.all_input_nodes if n.target not in SYMBOLS]
+        if kind in ("unshard", "forward") and node.target not in STARTS and found.issuperset(operands):
+            found.add(node)
+            yield node
 
 
 def _joint_reduction(whole: Sections) -> set[fx.Node]:

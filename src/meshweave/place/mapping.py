@@ -31,11 +31,12 @@ def map_devices(
     """The mesh of every op and of every placeholder: where a parameter lives, and its gradient and state with it.
 
     `modules` are the modules that the plan places, `stages` those that it puts on stages of a pipeline. Any other op
-    runs where its largest operand is (among equals, that of the latest stage, on the mesh that comes last in the model); an op of only parameters and inputs of the step runs where it is first used, or
-    on the whole mesh. What follows from buffers and numbers alone (tables of positions, masks) and is used on several
-    meshes is computed on all devices, which costs less than to send it. A gradient is computed where its forward op
-    ran; a parameter is updated where it lives, which is where it is first used. Raises MeshError with the user's line
-    for devices that the mesh lacks, PlanError for idle devices of the mesh.
+    runs where its largest operand is (among equals, that of the latest stage, on the mesh that comes last in the
+    model); an op of only parameters and inputs of the step runs where it is first used, or on the whole mesh. What
+    follows from buffers and numbers alone (tables of positions, masks) and is used on several meshes is computed on all
+    devices, which costs less than to send it. A gradient is computed where its forward op ran; a parameter is updated
+    where it lives, which is where it is first used. Raises MeshError with the user's line for devices that the mesh
+    lacks, PlanError for idle devices of the mesh.
     """
     mapper = _Mapper(step, modules, mesh, stages)
     if mesh.num_devices > 1:
@@ -205,7 +206,7 @@ class _Mapper:
         if len(meshes) == 1:
             return meshes.pop()
         last, user = node, next(iter(node.users), None)
-        while user is not None and user.target is aten.add.Tensor:
+        while user is not None and user.target is aten.add.Tensor and origin_of(user).phase == "backward":
             last, user = user, next(iter(user.users), None)
         outputs = self.step.results.items()
         name = next((name for (_, name), value in outputs if value is last), None)

@@ -196,8 +196,8 @@ class Resolved:
     """A plan resolved for a model, in the form that placement and capture need.
 
     `shards[param][axis]` is the dim that the axis shards; `pins` are (module, "in" or "out", constraint); `homes` are
-    the devices of modules, `stages` their stages; `kept` are parameters gathered once. `named` are the axes that it uses; `is_default`: the
-    user passed no plan.
+    the devices of modules, `stages` their stages; `kept` are parameters gathered once. `named` are the axes that it
+    uses; `is_default`: the user passed no plan.
     """
 
     is_default: bool = False

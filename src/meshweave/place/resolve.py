@@ -45,12 +45,11 @@ def hf_tp_plan(model: nn.Module) -> dict[str, str]:
     return hugging_face_plan(model, "tp_plan", "_tp_plan")
 
 
-def resolve(
-    plan: Plan | None, model: nn.Module, mesh: Mesh, stages: tuple[int, str] = (1, "looped")
-) -> Resolved:
+def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh, stages: tuple[int, str] = (1, "looped")) -> Resolved:
     """Read a plan against a model. Raises PlanError if a glob, axis or style matches nothing, with near misses.
 
-    `stages`: how many each index of an axis has and in what order, where the plan leaves it open. Without a plan `usual_stages` decides the stages, since the model itself may place its layers.
+    `stages`: how many each index of an axis has and in what order, where the plan leaves it open. Without a plan
+    `usual_stages` decides the stages, since the model itself may place its layers.
     """
     resolved = Resolved(is_default=plan is None, usual_stages=stages)
     _check_zero(plan)

@@ -58,4 +58,3 @@ def _held(plan: Resolved, home: Mesh, stage: int, is_ahead: bool) -> int:
     if is_ahead:
         return min((its for its in held if its >= stage), default=stage)
     return max((its for its in held if its <= stage), default=stage)
-

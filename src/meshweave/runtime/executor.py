@@ -21,7 +21,7 @@ from meshweave.ir.traits import FACTORIES
 from meshweave.ir.values import local_values
 from meshweave.runtime.regions.cut import Fused
 
-WHOLE: Actions = forms_of(actions_of("sequential", 1))[0]  # the actions of a step of a single microbatch
+WHOLE: Actions = forms_of(actions_of(1))[0]  # the actions of a step of a single microbatch
 _CAT, _ADD = torch.ops.aten.cat.default, torch.ops.aten.add.Tensor
 
 Env = list[Any]  # the values of a device: a cell per node of its rank graph
@@ -83,9 +83,9 @@ class Compiled:
     """The tasks of a rank graph in a microbatch, by the key of an action.
 
     A value is freed after its last use; so is an output that `keep` does not name, and an input that is replaced by an
-    output of the same name. `posts`: receives of a pipeline, which may begin before the action. `reads` are the slots of
-    what an action reads and no earlier action of the microbatch has made, `makes` those of its results. `renewed`: the
-    slots of sums of gradients and of buffers, each with its slot in the next microbatch.
+    output of the same name. `posts`: receives of a pipeline, which may begin before the action. `reads` are the slots
+    of what an action reads and no earlier action of the microbatch has made, `makes` those of its results. `renewed`:
+    the slots of sums of gradients and of buffers, each with its slot in the next microbatch.
     """
 
     graph: RankGraph
@@ -159,7 +159,10 @@ def compile_tasks(
     reads, makes = dict[str, tuple[int, ...]](), dict[str, frozenset[int]]()
     made = {n for n in graph.graph.nodes if n.target in SYMBOLS}
     for action, part, its_steps in zip(actions, parts, steps, strict=True):
-        its_tasks, is_posted = [task(step) for step in its_steps], sections.stages and action.name not in ("total", "update")
+        its_tasks, is_posted = (
+            [task(step) for step in its_steps],
+            sections.stages and action.name not in ("total", "update"),
+        )
         posts[action.key] = tuple(t for t in its_tasks if is_posted and _is_receive(t))
         tasks[action.key] = tuple(t for t in its_tasks if not (is_posted and _is_receive(t)))
         read = dict.fromkeys(n for node in part for n in node.all_input_nodes)

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from meshweave.capture.step import LossScale, unscaled
 from meshweave.capture.step_inputs import LOSS_SCALE
 from meshweave.cost.simulate.result import Simulation
-from meshweave.engine.actions import Action, Actions, Schedule, forms_of, schedule_of
-from meshweave.engine.for_roles import schedule_for_roles
-from meshweave.engine.sections import READ_BEFORE, Sections, sections_of_roles
+from meshweave.engine.actions import Action, Actions, Schedule, forms_of
+from meshweave.engine.for_roles import scheduled
+from meshweave.engine.sections import READ_BEFORE
 from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
 from meshweave.ir.liveness import peak_bytes
@@ -269,18 +269,6 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if pressed:
         signal.raise_signal(signal.SIGINT)
-
-
-def scheduled(
-    roles: Sequence[RankGraph], pipeline: Schedule | None, microbatches: int
-) -> tuple[tuple[Sections, ...], Schedule]:
-    """The sections of the roles and what each of them does in a step."""
-    if pipeline is None:
-        sections = sections_of_roles(roles)
-        return sections, schedule_of("sequential", sections, microbatches)
-    has_parts = any(action.name in ("input", "weight") for actions in pipeline.of_role for action in actions)
-    sections = sections_of_roles(roles, is_pipeline=True, has_parts=has_parts)
-    return sections, schedule_for_roles(pipeline, sections)
 
 
 class Session:

@@ -1,7 +1,7 @@
 """What the actions of a device hand over to each other: each microbatch has an environment of its own.
 
-Sums of gradients, buffers and what is prepared once go from a microbatch to the next. In a pipeline several microbatches
-are in flight, and the update has an environment of its own.
+Sums of gradients, buffers and what is prepared once go from a microbatch to the next. In a pipeline several
+microbatches are in flight, and the update has an environment of its own.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ class Turns:
         self._role_of = [next(r for r, its in enumerate(self.roles) if d in its.devices) for d in world.devices]
         self._forms = [forms_of(actions) for actions in schedule.of_role]
         tasks = [[compiled(r, form) for form in self._forms[r]] for r in self._role_of]
-        self.of_device = [
-            turns_of(schedule.of_role[r], its) for r, its in zip(self._role_of, tasks, strict=True)
-        ]
+        self.of_device = [turns_of(schedule.of_role[r], its) for r, its in zip(self._role_of, tasks, strict=True)]
         self.ranks = tuple(its[-1] for its in tasks)
         self._meter = meter
         self._runs = list[_Run]()
@@ -156,9 +154,7 @@ class Turns:
     def _runs_of(self, crew: _Crew, numbers: Sequence[int]) -> list[_Run]:
         turns, forms = self.of_device[crew.places[0]], self._forms[self._role_of[crew.places[0]]]
         at = [[n % len(self.of_device[i]) for i in crew.places] for n in numbers]
-        return [
-            _Run(crew, tuple(each), forms[turns[n].action.microbatch]) for each, n in zip(at, numbers, strict=True)
-        ]
+        return [_Run(crew, tuple(each), forms[turns[n].action.microbatch]) for each, n in zip(at, numbers, strict=True)]
 
     @property
     def executors(self) -> list[Executor]:
@@ -178,21 +174,24 @@ class Turns:
     def environments(self, microbatch: int) -> list[Env]:
         """Those of the local devices; they are filled when they are needed first."""
         if microbatch not in self._envs:
-            self._envs[microbatch] = [environment(rank, d) for rank, d in zip(self.ranks, self.world.devices, strict=True)]
+            self._envs[microbatch] = [
+                environment(rank, d) for rank, d in zip(self.ranks, self.world.devices, strict=True)
+            ]
             self._fill(self._envs[microbatch], microbatch)
         return self._envs[microbatch]
 
     def run(self, done: Callable[[Action, list[Env]], None]) -> None:
-        """Run all actions before the update. `done(action, envs)` is called after each action of the first local
+        """Run all actions before the update, and make ready what that reads. `done(action, envs)` is called after each action of the first local
         device."""
         for run in self._runs:
-            self._run(run, None)
+            self._run(run)
             if run.crew.places[0] == 0:
                 action = self.of_device[0][run.at[0]].action
                 done(action, self._envs[action.microbatch])
             self._release(run)
         if self.schedule.is_pipelined:
             self._executor(self._update).finish_sends(True)
+        self._open(self._update)
 
     @property
     def last(self) -> list[Env]:
@@ -201,11 +200,12 @@ class Turns:
 
     def update(self, after: After | None) -> None:
         """Run the update; `after` as in `Executor.run`."""
-        self._run(self._update, after)
+        self._executor(self._update).run(self._first(self._update).action.key, after)
+        self._close(self._update)
 
     def run_first(self) -> list[Env]:
         """Run the first action alone, which changes nothing, and return its environments."""
-        self._run(self._runs[0], None)
+        self._run(self._runs[0])
         return self._envs[0]
 
     def end(self) -> None:
@@ -222,7 +222,13 @@ class Turns:
     def _executor(self, run: _Run) -> Executor:
         return run.crew.executors[run.form]
 
-    def _run(self, run: _Run, after: After | None) -> None:
+    def _run(self, run: _Run) -> None:
+        self._open(run)
+        self._executor(run).run(self._first(run).action.key)
+        self._close(run)
+
+    def _open(self, run: _Run) -> None:
+        """Make ready what an action reads."""
         crew, executor, action = run.crew, self._executor(run), self._first(run).action
         envs = self.environments(action.microbatch)
         if self.schedule.is_pipelined:
@@ -234,20 +240,21 @@ class Turns:
             crew.current = executor, action.microbatch
         for i, at in zip(crew.places, run.at, strict=True):
             self._take(i, self.of_device[i][at], envs[i])
-        executor.run(action.key, after)
-        for i, at in zip(crew.places, run.at, strict=True):
+
+    def _close(self, run: _Run) -> None:
+        """Hand over what an action has made."""
+        envs = self.environments(self._first(run).action.microbatch)
+        for i, at in zip(run.crew.places, run.at, strict=True):
             self._give(i, self.of_device[i][at], envs[i])
         if self.schedule.is_pipelined:
-            executor.finish_sends(False)
+            self._executor(run).finish_sends(False)
 
     def _post(self, run: _Run) -> None:
         """Begin what an action receives, once."""
         turn = self._first(run)
         if turn.compiled.posts.get(turn.action.key) and not self._is_posted(run, turn):
             envs = self.environments(turn.action.microbatch)
-            self._executor(run).post(
-                turn.action.key, [envs[i] for i in run.crew.places], turn.action.microbatch
-            )
+            self._executor(run).post(turn.action.key, [envs[i] for i in run.crew.places], turn.action.microbatch)
 
     def _is_posted(self, run: _Run, turn: Turn) -> bool:
         envs = self.environments(turn.action.microbatch)

@@ -99,8 +99,11 @@ class LocalExecutor:
         on: torch.device,
         meter: Meter | None = None,
         mailbox: Mailbox | None = None,
+        places: Sequence[int] | None = None,
     ) -> None:
+        """`places`: the indices of these devices among the local ones, for whoever observes them."""
         self.ranks, self.devices, self.on, self.meter = tuple(ranks), tuple(devices), on, meter
+        self._places = tuple(range(len(devices)) if places is None else places)
         self._mailbox, self._microbatch = mailbox, 0
         roles = list({id(rank): rank for rank in self.ranks}.values())
         actions = [[[task.node for task in its] for its in rank.tasks.values()] for rank in roles]
@@ -171,18 +174,18 @@ class LocalExecutor:
         elif passed is not None:
             env[task.out] = self._mailbox.take(*passed, self.devices[i], self.on)  # type: ignore[union-attr]
             if recorder is not None:
-                recorder.copied(i, task.node.all_input_nodes[0], began)
+                recorder.copied(self._places[i], task.node.all_input_nodes[0], began)
             if self.meter is not None:
-                self.meter.on_value(i, task.node, env[task.out])
+                self.meter.on_value(self._places[i], task.node, env[task.out])
         elif task.is_start:
             env[task.out] = fill(task.args[0], env)
         elif not task.is_wait:
             perform(task, env, self.devices[i])
         if recorder is not None:
-            recorder.ran(i, task, began)
+            recorder.ran(self._places[i], task, began)
         if self.meter is not None and not task.is_wait:  # the copy has reported the results of a copy
-            report_value(self.meter, task, env, i)
-        finish(task, env, i, self.meter, after, self.ranks[i])
+            report_value(self.meter, task, env, self._places[i])
+        finish(task, env, self._places[i], self.meter, after, self.ranks[i])
 
     def _passed_on(self, task: Task) -> tuple[Transfer, tuple[str, int]] | None:
         """The transfer and the message of a start or wait that concerns devices elsewhere."""
@@ -211,15 +214,15 @@ class LocalExecutor:
         operands.clear()
         if self._recorder is not None:
             for i, wait in waits:
-                self._recorder.copied(i, wait.node.all_input_nodes[0], began)
+                self._recorder.copied(self._places[i], wait.node.all_input_nodes[0], began)
         for (i, wait), value in zip(waits, results, strict=True):
             self._envs[i][wait.out] = value
             if self.meter is not None:
-                self.meter.on_value(i, wait.node, value)
+                self.meter.on_value(self._places[i], wait.node, value)
         for i, start in starts if planned.op is not transfer else ():
             self._envs[i][start.out] = None
             if self.meter is not None:
-                self.meter.freed(i, start.node)
+                self.meter.freed(self._places[i], start.node)
 
     def _received(self, copy: ChannelCopy, operands: Sequence[Tensor], i: int) -> Tensor:
         entry, device = self.ranks[i].graph.transfers[copy.key], self.devices[i]
@@ -304,7 +307,8 @@ class LocalWorld:
             return SerialExecutor(ranks[0], self.devices[0], Alone(), meter)
         if places is None:
             return LocalExecutor(ranks, self.devices, self.device, meter)
-        return LocalExecutor(ranks, [self.devices[i] for i in places], self.device, meter, self._mailbox)
+        devices = [self.devices[i] for i in places]
+        return LocalExecutor(ranks, devices, self.device, meter, self._mailbox, places)
 
     def assemble(self, spec: Spec, layout: Layout, pieces: Sequence[Tensor]) -> Tensor:
         """The full tensor from the pieces on the local devices in the layout's mesh."""

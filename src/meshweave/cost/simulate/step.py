@@ -17,7 +17,7 @@ from meshweave.cost.simulate.memory import MemoryUse, bytes_by_kind, least_bytes
 from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.cost.simulate.storage_intervals import LifetimeRules
 from meshweave.cost.simulate.tasks import RoleTasks, Tasks, lower_tasks
-from meshweave.engine.actions import ScheduleName
+from meshweave.engine.actions import Schedule
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.work import Attention, Matmul
@@ -29,8 +29,9 @@ _FUSION: dict[str, Fusion] = {"pointwise": "compiled", "none": "ops"}  # the def
 class SimulateOptions:
     """How a step is simulated.
 
-    fusion: what runs as a single kernel (see `simulate.kernels`); None: as the profile's machine. microbatches,
-    pipeline: how often forward and backward run, and in what order stages run them. matmul_dtype: the dtype of the
+    fusion: what runs as a single kernel (see `simulate.kernels`); None: as the profile's machine. microbatches: how
+    often forward and backward run. pipeline: the schedule of the stages (by pipeline rank), if they work on several
+    microbatches at a time. matmul_dtype: the dtype of the
     matmuls of repeated blocks, as in float8 training: both operands are cast (after a reduction to their largest
     value), other matmuls keep theirs.
     tokens: of the whole batch, for tokens/s. title: for reports.
@@ -41,7 +42,7 @@ class SimulateOptions:
 
     fusion: Fusion | None = None
     microbatches: int = 1
-    pipeline: ScheduleName = "sequential"
+    pipeline: Schedule | None = None
     matmul_dtype: torch.dtype | None = None
     tokens: int = 0
     title: str = ""
@@ -259,7 +260,7 @@ def _producers(tasks: Tasks) -> list[list[int]]:
 def _model_flops(role: RoleTasks) -> float:
     """Flops of the model's mathematics in a microbatch on a device: the matmuls and attentions of forward once, and
     twice again for backward (the convention of PaLM, Chowdhery et al. 2022; a causal mask counts half)."""
-    forward = [item for kind, item in role.items if kind == "forward" and isinstance(item, Kernel)]
+    forward = [item for kind, _, item in role.items if kind == "forward" and isinstance(item, Kernel)]
     works = [work for kernel in forward for work in kernel.works]
     return 3.0 * sum(work.flops for work in works if isinstance(work, Matmul | Attention))
 
@@ -335,6 +336,6 @@ def _notes(options: SimulateOptions, fusion: Fusion, num_roles: int) -> tuple[st
         notes.append(
             f"collectives run in buckets {size}, as in systems that flatten parameters; meshweave's run one by one"
         )
-    if options.pipeline != "sequential" and num_roles > 1:
-        notes.append(f"the {options.pipeline} schedule is modelled; the runtime runs microbatches one after the other")
+    if options.pipeline is not None and num_roles > 1:
+        notes.append(f"stages follow schedule {options.pipeline.name}")
     return tuple(notes)

@@ -19,9 +19,10 @@ from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.simulate.buckets import Buckets, Member, check_buckets, group_members
 from meshweave.cost.simulate.classify import known_kind
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, is_in_block, kernels_of
-from meshweave.engine.actions import Schedule, ScheduleName, schedule_of
+from meshweave.engine.actions import Action, Schedule
+from meshweave.engine.for_roles import scheduled
 from meshweave.engine.match import Channel, Start, match_roles, match_transfer, plain_args
-from meshweave.engine.sections import Kind, Sections, sections_of_roles
+from meshweave.engine.sections import Kind, Sections
 from meshweave.engine.task_graph import TaskGraph
 from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT
 from meshweave.ir.graph import origin_of
@@ -30,6 +31,7 @@ from meshweave.ir.values import Local, local_values
 from meshweave.ir.work import Matmul, MemoryWork, Work
 
 Starts = dict[int, int]  # role -> its start, as a task
+ANY_STAGE = -1  # of what the stages of a role do together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,12 @@ class SimulatedTask:
 @dataclass(frozen=True, slots=True)
 class RoleTasks:
     """A role in the simulator: its values, its kernels, what its stream runs (kernels, starts and waits in order, each
-    with its section), and its tasks in the stream's order."""
+    with its section and stage), and its tasks in the stream's order."""
 
     role: RankGraph
     local: Local
     kernels: tuple[Kernel, ...]
-    items: tuple[tuple[Kind, Kernel | fx.Node], ...] = ()
+    items: tuple[tuple[Kind, int, Kernel | fx.Node], ...] = ()
     tasks: tuple[int, ...] = ()
 
     def storages_read(self, task: SimulatedTask) -> frozenset[int]:
@@ -111,7 +113,8 @@ class _TaskLowering:
             for met in numbered:
                 starts = {role: met[role].task for role in sorted(met)}
                 line = self.line_of(channel, starts)
-                lines.setdefault(line, []).append((starts[min(starts)], channel, starts))
+                senders, _ = self.ends(str(channel[0]), str(channel[1]), starts)
+                lines.setdefault(line, []).append((min(senders), channel, starts))
         for line, waiting in lines.items():
             names.append(self.line_name(line))
             waiting.sort(key=lambda entry: entry[0])
@@ -137,20 +140,28 @@ class _TaskLowering:
         begun: dict[tuple[fx.Node, int], int] = {}
         numbers = []
         for action in self.schedule.of_role[number]:
-            for item in (item for kind, item in self.roles[number].items if kind in action.kinds):
-                numbers.append(self.add(self.task(number, item, action.microbatch)))
+            microbatch = min(action.microbatch, self.schedule.last_microbatch)
+            for item in self.items_of(number, action):
+                numbers.append(self.add(self.task(number, item, microbatch)))
                 if isinstance(item, Kernel):
                     continue
                 if item.target is WAIT:
                     started = item.args[0]
                     assert isinstance(started, fx.Node)
-                    self.waits.setdefault(begun[started, action.microbatch], numbers[-1])
+                    self.waits.setdefault(begun[started, microbatch], numbers[-1])
                 else:
-                    begun[item, action.microbatch] = numbers[-1]
+                    begun[item, microbatch] = numbers[-1]
         launches = launch_times([self.tasks[task].node for task in numbers], self.fusion, self.profile.eager_s)
         for task, at in zip(numbers, launches, strict=True):
             self.tasks[task] = replace(self.tasks[task], issued=at)
         return numbers
+
+    def items_of(self, number: int, action: Action) -> Iterator[Kernel | fx.Node]:
+        """What a role runs in an action, in order."""
+        kinds: set[str] = {*action.kinds, "input", "weight"} if action.name == "backward" else {*action.kinds}
+        for kind, stage, item in self.roles[number].items:
+            if kind in kinds and (stage in (action.stage, ANY_STAGE)):
+                yield item
 
     def task(self, number: int, item: Kernel | fx.Node, microbatch: int) -> SimulatedTask:
         if isinstance(item, Kernel):
@@ -163,7 +174,8 @@ class _TaskLowering:
     def starts(self, stream: Sequence[int]) -> Iterator[Start]:
         """The starts of a role, for those of the other roles to match."""
         args: dict[fx.Node, tuple[Any, ...]] = {}
-        for number in stream:
+        # stages may take microbatches in other orders: what belongs together has the same microbatch
+        for number in sorted(stream, key=lambda n: self.tasks[n].microbatch):
             task = self.tasks[number]
             if task.kind == "start":
                 if task.node not in args:
@@ -344,9 +356,9 @@ def _samples(transfer: Transfer) -> Iterator[Sequence[Any]]:
     yield from (routes.sent_by(device) for device in transfer.source.mesh.devices[:16])
 
 
-def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, Kernel | fx.Node]]:
-    """Kernels, starts and waits of a role in order, each with its section. A kernel stands on the side of the begin of
-    backward on which its position is."""
+def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, int, Kernel | fx.Node]]:
+    """Kernels, starts and waits of a role in order, each with its section and stage. A kernel stands on the side of the
+    begin of backward on which its position is."""
     places = {node: float(i) for i, node in enumerate(role.role.graph.nodes)}
     backward, update = ((places[n] if (n := role.begin(kind)) else inf) for kind in ("backward", "update"))
     items: list[tuple[float, Kernel | fx.Node]] = [(k.position, k) for k in kernels]
@@ -357,11 +369,14 @@ def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, Ke
         if node not in role.kinds:  # a wait for what was sent, in a pipeline
             continue
         kind = role.kinds[node]
-        if position >= update:
+        if position >= update and (isinstance(item, Kernel) or not role.stages):
             kind = "update"
         elif kind in ("forward", "backward", "update"):
             kind = "forward" if position < backward else "backward"
-        yield kind, item
+        elif kind in ("input", "weight") and position < backward:
+            kind = "forward"
+        is_of_stage = bool(role.stages) and kind not in ("report", "total", "update")
+        yield kind, role.stages[node] if is_of_stage else ANY_STAGE, item
 
 
 def lower_tasks(
@@ -369,14 +384,14 @@ def lower_tasks(
     profile: MachineProfile,
     fusion: Fusion,
     microbatches: int = 1,
-    schedule: ScheduleName = "sequential",
+    pipeline: Schedule | None = None,
     matmul_dtype: torch.dtype | None = None,
     buckets: Buckets = "none",
 ) -> Tasks:
-    """The tasks of a step on a machine. Roles are stages of a pipeline; for `buckets` see `simulate.buckets`."""
+    """The tasks of a step on a machine. `pipeline`: the schedule of its stages, if they work on several microbatches at
+    a time; for `buckets` see `simulate.buckets`."""
     check_buckets(buckets)
-    sections = sections_of_roles(graphs, is_pipeline=schedule != "sequential")
-    actions = schedule_of(schedule, sections, microbatches)
+    sections, actions = scheduled(graphs, pipeline, microbatches)
     roles = []
     for its in sections:
         local = local_values(its.role)
