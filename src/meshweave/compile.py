@@ -25,7 +25,7 @@ from meshweave.errors import CaptureError, PlanError
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import PassList, Recompute, parse_passes, pass_list_of
 from meshweave.passes.options import PassesArgument
-from meshweave.pipeline import Pipeline, PipelineArgument
+from meshweave.pipeline import PipelineArgument, PipelineChoice
 from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
 from meshweave.program import Program
@@ -308,7 +308,7 @@ def compile(
             seed=seed,
             precision=Precision.of(precision),
             exact_microbatches=run is not None and run.exact_microbatches,
-            pipeline=Pipeline.of(pipeline),
+            pipeline=PipelineChoice.of(pipeline),
         ),
         shapes=listed_batches(shapes),
         batch=batch,

@@ -21,25 +21,25 @@ PipelineArgument = str | Path | Schedule | None
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipelineChoice:
     """A schedule that was asked for: by name (`SCHEDULES`), or `schedule` itself."""
 
     name: str
     schedule: Schedule | None = None
 
     @staticmethod
-    def of(argument: PipelineArgument) -> Pipeline | None:
+    def of(argument: PipelineArgument) -> PipelineChoice | None:
         """The argument `pipeline=`: a name, a .csv file, a Schedule; None or "sequential" for microbatches that pass
         all stages one after the other. PlanError for anything else."""
         if argument is None or argument == "sequential":
             return None
         if isinstance(argument, Schedule):
             prove_schedule(argument)
-            return Pipeline(argument.name, argument)
+            return PipelineChoice(argument.name, argument)
         if isinstance(argument, Path) or (isinstance(argument, str) and argument.endswith(".csv")):
-            return Pipeline.of(load_schedule(argument))
+            return PipelineChoice.of(load_schedule(argument))
         if argument in SCHEDULES:
-            return Pipeline(argument)
+            return PipelineChoice(argument)
         raise PlanError(
             "unknown pipeline schedule",
             where="pipeline=",

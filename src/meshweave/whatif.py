@@ -14,7 +14,7 @@ from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import tokens_of
-from meshweave.pipeline import Pipeline, PipelineArgument
+from meshweave.pipeline import PipelineArgument, PipelineChoice
 from meshweave.program import Program
 
 
@@ -48,7 +48,7 @@ def simulate(
     microbatches = program.options.accumulate
     schedule = program.pipeline
     if pipeline is not None:
-        asked = Pipeline.of(pipeline)
+        asked = PipelineChoice.of(pipeline)
         schedule = None if asked is None else asked.for_step(program.roles, microbatches)
     tokens = tokens_of(program.captured) * microbatches
     options = SimulateOptions(

@@ -153,7 +153,7 @@ class CaptureOptions:
     part: Part = "train"
     exact_microbatches: bool = False
     is_whole: bool = False
-    pipeline: Any = None  # a `meshweave.pipeline.Pipeline`
+    pipeline: Any = None  # a `meshweave.pipeline.PipelineChoice`
 
     def __post_init__(self) -> None:
         check_microbatches(self.accumulate)

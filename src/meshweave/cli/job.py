@@ -26,7 +26,7 @@ from meshweave.cost.simulate.kernels import Fusion
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import PassList, pass_list_of
-from meshweave.pipeline import Pipeline
+from meshweave.pipeline import PipelineChoice
 from meshweave.place.plan_text import data_parallel_size, parse_plan
 from meshweave.place.plans import Plan
 from meshweave.program import Program
@@ -214,7 +214,7 @@ def compiled(
         Target(mesh, plan, costs or parse_costs(job.profile, mesh.axis_names)),
         CaptureOptions(
             clip_grad_norm=job.clip_grad_norm, accumulate=job.accumulate, seed=job.seed, precision=job.precision,
-            pipeline=Pipeline.of(job.pipeline or None),
+            pipeline=PipelineChoice.of(job.pipeline or None),
         ),
         job.pass_list,
         stage,

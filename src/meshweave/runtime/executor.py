@@ -165,7 +165,7 @@ def compile_tasks(
         )
         posts[action.key] = tuple(t for t in its_tasks if is_posted and _is_receive(t))
         tasks[action.key] = tuple(t for t in its_tasks if not (is_posted and _is_receive(t)))
-        read = dict.fromkeys(n for node in part for n in node.all_input_nodes)
+        read = dict.fromkeys(n for step in its_steps for n in _read_by(step))
         if action.name == "update":  # what else is read after a step
             read.update((n, None) for n in results if n in kept and n.op != "placeholder")
         made.update(part)
