@@ -17,7 +17,8 @@ from meshweave.ir.collectives import transfer
 ScheduleName = Literal["sequential", "gpipe", "1f1b"]
 _LETTERS: Mapping[Kind, str] = {
     "unshard": "G", "forward": "F", "report": "L", "backward": "B", "input": "I", "weight": "W", "reduce": "R",
-    "update": "U",
+    "update": "U", "reshard": "H", "send_forward": "Sf", "receive_forward": "Rf", "send_backward": "Sb",
+    "receive_backward": "Rb",
 }  # fmt: skip
 Kinds = tuple[Kind, ...]  # of sections that run together, in the order of the graph
 
@@ -59,10 +60,28 @@ def forms_of(actions: Actions) -> list[tuple[Kinds, ...]]:
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The actions of each role. What a role runs once per step, it runs with its first microbatch (unshard) or its last
-    (reduce, update). Sections that no role has are left out."""
+    (reduce, update). Sections that no role has are left out.
 
-    name: ScheduleName
+    In a schedule of a pipeline a role is a pipeline rank, which holds the stages that its actions name
+    (`engine.schedules` has the schedules by name, their proof, clock and search)."""
+
+    name: str
     of_role: tuple[Actions, ...]
+
+    @property
+    def num_microbatches(self) -> int:
+        """One more than the highest number of a microbatch; 0 without actions."""
+        return max((action.microbatch + 1 for actions in self.of_role for action in actions), default=0)
+
+    @property
+    def num_stages(self) -> int:
+        """One more than the highest number of a stage; 0 without actions."""
+        return max((action.stage + 1 for actions in self.of_role for action in actions), default=0)
+
+    @property
+    def stages_of_role(self) -> tuple[tuple[int, ...], ...]:
+        """For each role the stages that its actions name, ascending."""
+        return tuple(tuple(sorted({action.stage for action in actions})) for actions in self.of_role)
 
     @property
     def is_pipelined(self) -> bool:

@@ -16,7 +16,10 @@ from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import PARTS, origin_of, output_node
 from meshweave.ir.rank import SYMBOLS, RankGraph
 
-Kind = Literal["unshard", "forward", "report", "backward", "input", "weight", "reduce", "update"]
+Kind = Literal[
+    "unshard", "forward", "report", "backward", "input", "weight", "reduce", "update", "reshard",
+    "send_forward", "receive_forward", "send_backward", "receive_backward",
+]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Cut = Literal["backward", "update"]  # what begins where a graph is cut
 CUTS: tuple[Cut, ...] = get_args(Cut)
@@ -38,9 +41,12 @@ class Sections:
     - unshard: casts and gathers of parameters, whose results all microbatches use;
     - forward: with the loss;
     - report: sends losses and metrics to other stages, with the ops that only this needs;
-    - backward: gradients of a microbatch, added to those of the earlier ones;
+    - backward: gradients of a microbatch, added to those of the earlier ones. Its parts, where a schedule runs them
+      apart, are input (gradients of the stage's inputs) and weight (of its parameters);
     - reduce: sums of gradients over the mesh, once they are complete;
-    - update: the optimizer. Whatever stands between its ops belongs to it, such as the wait for a gradient.
+    - update: the optimizer. Whatever stands between its ops belongs to it, such as the wait for a gradient;
+    - reshard, and send and receive of a stage's activations (forward) and their gradients (backward): in schedules that
+      say when gathered parameters are freed and when messages are sent (`engine.schedules`).
     """
 
     role: RankGraph
