@@ -295,28 +295,49 @@ def _repeat_block(hops: _Hops, size: PipelineSize) -> Iterator[Iterable[Action]]
         yield [_act(kind, stage, m) for _, kind, stage, m in sorted(passes)]
 
 
-def _times_in_block(hops: _Hops, ranks: int) -> list[dict[tuple[str, int], int]]:
-    """For each rank when F, I and W of its two stages begin. Where the direction turns, a microbatch waits as little as
-    lets every rank repeat the block without two passes at a time."""
-    down, up, back_down, back_up = hops
-    last = ranks - 1
-    for turns in sorted(product(range(1, _PERIOD + 1), repeat=3), key=lambda turns: (sum(turns), turns)):
-        rows = []
-        for r in range(ranks):
-            first = down * r
-            second = down * last + turns[0] + up * (last - r)
-            back = down * last + turns[0] + up * last + turns[1] + back_down * r
-            end = down * last + turns[0] + up * last + turns[1] + back_down * last + turns[2] + back_up * (last - r)
-            rows.append({("F", 0): first, ("F", 1): second, ("I", 1): back, ("I", 0): end})
+_Block = dict[tuple[str, int], int]  # when F, I and W of a rank's two stages begin
+
+
+def _times_in_block(hops: _Hops, ranks: int) -> list[_Block]:
+    """The block on each rank. Where the direction turns, a microbatch waits so long that every rank can repeat the
+    block without two passes at a time; of such times, those that hold least, then the shortest."""
+    choices = []
+    for turns in product(range(1, _PERIOD), repeat=3):
+        rows = [_passes_in_block(hops, turns, rank, ranks - 1) for rank in range(ranks)]
         if all(len({time % _PERIOD for time in row.values()}) == len(row) for row in rows):
-            break
-    else:
-        raise AssertionError(f"no turns for a block of {hops} over {ranks} ranks")
-    for row in rows:
-        for chunk in (1, 0):
-            taken = {time % _PERIOD for time in row.values()}
-            row["W", chunk] = next(t for t in count(row["I", chunk] + 1) if t % _PERIOD not in taken)
-    return rows
+            rows = [_with_weights(row) for row in rows]
+            choices.append((max(map(_stages_at_a_time, rows)), sum(turns), turns, rows))
+    return min(choices, key=lambda choice: choice[:3])[-1]
+
+
+def _passes_in_block(hops: _Hops, turns: tuple[int, ...], rank: int, last: int) -> _Block:
+    down, up, back_down, back_up = hops
+    second = down * last + turns[0]  # F of the second stage, on the last rank
+    back = second + up * last + turns[1]  # I of the second stage, on the first rank
+    end = back + back_down * last + turns[2]  # I of the first stage, on the last rank
+    return {
+        ("F", 0): down * rank,
+        ("F", 1): second + up * (last - rank),
+        ("I", 1): back + back_down * rank,
+        ("I", 0): end + back_up * (last - rank),
+    }
+
+
+def _with_weights(row: _Block) -> _Block:
+    """W comes as soon after I as the rank is free in every period."""
+    row = dict(row)
+    for chunk in (1, 0):
+        taken = {time % _PERIOD for time in row.values()}
+        row["W", chunk] = next(t for t in count(row["I", chunk] + 1) if t % _PERIOD not in taken)
+    return row
+
+
+def _stages_at_a_time(row: _Block) -> int:
+    """How many microbatches of its stages a rank holds at most, from F to the end of W, once all ranks are busy."""
+    return max(
+        sum((row["W", chunk] - at) // _PERIOD - (row["F", chunk] - at - 1) // _PERIOD for chunk in (0, 1))
+        for at in range(_PERIOD)
+    )
 
 
 # Of the activations of a microbatch, what W needs: in the models of the zero-bubble paper, with heads of 128 and 1,024
