@@ -55,7 +55,10 @@ def make_schedule(
     that the schedule does not have."""
     if name not in SCHEDULES:
         raise PlanError(
-            "unknown pipeline schedule", got=repr(name), expected=", ".join(SCHEDULES), hint=near_miss(name, SCHEDULES)
+            "unknown pipeline schedule",
+            got=repr(name),
+            expected=", ".join(SCHEDULES),
+            hint=f"did you mean {near_miss(name, SCHEDULES)}?",
         )
     family = SCHEDULES[name]
     per_rank = stages_per_rank or family.stages_per_rank or 2

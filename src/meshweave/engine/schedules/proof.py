@@ -98,7 +98,7 @@ def _check_numbers(schedule: Schedule, stages: int | None, microbatches: int | N
                     where=_where(rank, action, at),
                     got=f"{what} {got}",
                     expected=f"0 to {limit - 1}" if limit else "at least 0",
-                    hint=f"remove the action, or use {got + 1} of them" if got > 0 else "",
+                    hint="remove the action" + (f", or use {got + 1} of them" if got > 0 else ""),
                 )
         if not action.kinds:
             raise PlanError("an action of a pipeline schedule does nothing", where=f"action {at} of rank {rank}")
