@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.schedules import with_communication, with_gathers
@@ -14,7 +15,7 @@ Rows = list[list[Action]]
 
 
 def random_schedule(seed: int) -> Schedule:
-    """Stages anywhere, backwards whole or in parts, in an order in which they ran at random; with messages or without."""
+    """Stages anywhere, backwards whole or in parts, in an order in which they ran at random; messages or none."""
     chance = random.Random(seed)
     ranks, microbatches = chance.randint(2, 5), chance.randint(1, 6)
     placement = [*range(ranks), *(chance.randrange(ranks) for _ in range(chance.randint(0, 2 * ranks)))]
@@ -118,22 +119,39 @@ def _no_stage(rows: Rows, chance: random.Random) -> bool:
     return True
 
 
+def _edges(rows: Rows, step: Mapping[Kind, int]) -> dict[tuple[int, int], list[Action]]:
+    """By rank and peer the actions of these kinds, whose peer's stage is so many later, in order."""
+    rank_of = {a.stage: r for r, row in enumerate(rows) for a in row if _has("forward")(a)}
+    edges: dict[tuple[int, int], list[Action]] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.kinds[0] in step:
+                edges.setdefault((rank, rank_of[action.stage + step[action.kinds[0]]]), []).append(action)
+    return edges
+
+
 def _swap_receives(rows: Rows, chance: random.Random) -> bool:
     """Two receives of a directed edge in another order than they are sent."""
-    rank_of = {a.stage: r for r, row in enumerate(rows) for a in row if _has("forward")(a)}
-    step = {"receive_forward": -1, "receive_backward": 1}
-    pairs = []
-    for row in rows:
-        of_edge: dict[int, list[int]] = {}
-        for at, action in enumerate(row):
-            if action.kinds[0] in step:
-                of_edge.setdefault(rank_of[action.stage + step[action.kinds[0]]], []).append(at)
-        pairs += [(row, a, b) for places in of_edge.values() for a, b in zip(places, places[1:], strict=False)]
+    edges = _edges(rows, {"receive_forward": -1, "receive_backward": 1})
+    pairs = [(rank, *pair) for (rank, _), actions in edges.items() for pair in pairwise(actions)]
     if not pairs:
         return False
-    row, first, second = chance.choice(pairs)
-    row[first], row[second] = row[second], row[first]
+    rank, *pair = chance.choice(pairs)
+    first, second = map(rows[rank].index, pair)
+    rows[rank][first], rows[rank][second] = rows[rank][second], rows[rank][first]
     return True
+
+
+def keeps_order_of_sends(rows: Rows) -> bool:
+    """Whether messages of each directed edge are received in the order in which they are sent."""
+    sends = _edges(rows, {"send_forward": 1, "send_backward": -1})
+    receives = _edges(rows, {"receive_forward": -1, "receive_backward": 1})
+    name = lambda a: (a.kinds[0].removeprefix("send_").removeprefix("receive_"), a.microbatch)  # noqa: E731
+    step = {"send_forward": 1, "send_backward": -1}
+    return all(
+        [(*name(a), a.stage + step[a.kinds[0]]) for a in actions] == [(*name(a), a.stage) for a in receives[peer, rank]]
+        for (rank, peer), actions in sends.items()
+    )
 
 
 BREAKS: dict[str, Callable[[Rows, random.Random], bool]] = {
