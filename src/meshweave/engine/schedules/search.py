@@ -37,6 +37,8 @@ from meshweave.errors import PlanError
 _PASSES: Mapping[Kind, tuple[int, ...]] = {
     "forward": (FORWARD,), "input": (INPUT,), "weight": (WEIGHT,), "backward": (INPUT, WEIGHT),
 }  # fmt: skip
+_IMPROVED = ", improved"
+_MOST_TRIALS = 2000  # small pipelines are soon as good as they get
 _EPSILON = 1e-9  # of a step's time: what counts as shorter
 
 
@@ -87,6 +89,7 @@ def best_schedule(
 
     The schedule is never slower than those by name that have this placement and fit under the cap. Raises PlanError for
     a placement with gaps, and for a cap that no schedule meets, with the least that can be met."""
+    _check_size(placement, microbatches)
     pipeline = _pipeline(placement, microbatches, stage_times(len(placement), F, B, W, comm), memory or Memory(), cap)
     search = _Trials(pipeline, synchronous, budget)
     search.construct()
@@ -104,17 +107,21 @@ def best_schedule(
     )
 
 
+def _check_size(placement: Sequence[int], microbatches: int) -> None:
+    if not placement or sorted(set(placement)) != list(range(max(placement) + 1)):
+        raise PlanError(
+            "the ranks of a pipeline's stages are numbered from 0 without gaps",
+            got=str(list(placement)),
+            hint='the placements by name: place_stages(ranks, stages_per_rank, "v")',
+        )
+    if microbatches < 1:
+        raise PlanError("a pipeline needs at least one microbatch", got=str(microbatches))
+
+
 def _pipeline(
     placement: Sequence[int], microbatches: int, times: StageTimes, memory: Memory, cap: PerStage | None
 ) -> PipelineProblem:
-    ranks = sorted(set(placement))
-    if ranks != list(range(len(ranks))) or not ranks:
-        raise PlanError(
-            "the ranks of a pipeline's stages are numbered from 0 without gaps", got=str(list(placement)),
-            hint='the placements by name: place_stages(ranks, stages_per_rank, "v")',
-        )  # fmt: skip
-    if microbatches < 1:
-        raise PlanError("a pipeline needs at least one microbatch", got=str(microbatches))
+    ranks = range(max(placement) + 1)
     stored, left = memory.of_stages(len(placement))
     whole = [sum(stored[s] for s, rank in enumerate(placement) if rank == r) for r in ranks]
     if cap is None:
@@ -141,7 +148,7 @@ class _Trials:
     def __init__(self, pipeline: PipelineProblem, synchronous: bool, budget: int) -> None:
         self.pipeline, self.synchronous = pipeline, synchronous
         self.size = 3 * pipeline.microbatches * len(pipeline.rank_of)
-        self.left = max(1, budget // self.size)
+        self.left = max(1, min(budget // self.size, _MOST_TRIALS))
         self.bound = step_bound(pipeline, synchronous)
         self.num_trials = 0
         self.trials: list[_Trial] = []  # the best of each construction
@@ -179,54 +186,49 @@ class _Trials:
                 self.trials.append(trial)
 
     def improve(self) -> None:
-        """Improve the best trials in turn, then the best of all with its weight parts as they are."""
+        """Improve the best trials in turn, with weight parts placed anew, then the best of all with its own."""
         starts = sorted(self.trials, key=lambda trial: (trial.seconds, trial.total))
         distinct = [trial for at, trial in enumerate(starts) if all(trial.orders != o.orders for o in starts[:at])]
         for at, start in enumerate(distinct[:3]):
-            if not self.is_done:
-                self._climb(_as_plan(start), self.left // (4 - at))
-        if not self.is_done:
-            self._climb(replace(self.best, plan=PassPlan(self.best.orders)), self.left)
+            is_placed = start.plan is not None and not start.plan.has_weights
+            plan = start.plan if is_placed and start.plan else PassPlan(_without_weights(start.orders))
+            self._climb(start, plan, self.left // (4 - at))
+        self._climb(self.best, PassPlan(self.best.orders), self.left)
 
-    def _climb(self, start: _Trial, budget: int) -> None:
-        """Change a plan along its critical chain, as long as that makes its step shorter."""
+    def _climb(self, start: _Trial, plan: PassPlan, budget: int) -> None:
+        """Change a plan along the chain that its end waits for, as long as that makes its step no longer: the way to a
+        shorter one often leads over others that are equal."""
         chance = random.Random(0)
+        name = start.name.removesuffix(_IMPROVED) + _IMPROVED
         current, end = start, self.left - budget
-        failed: set[object] = set()
-        while self.left > end and current.seconds > self.bound * (1 + _EPSILON):
-            moves = [move for move in _moves(self.pipeline, current, self.synchronous) if move not in failed]
+        failed: set[_Move] = set()
+        while self.left > end and not self.is_done:
+            moves = [move for move in _moves(self.pipeline, current, plan, self.synchronous) if move not in failed]
             if not moves:
-                break
+                return
             move = chance.choice(moves)
-            assert current.plan is not None
-            trial = self.run(
-                f"{start.name.removesuffix(', improved')}, improved", current.rule, _changed(current.plan, move)
-            )
-            if trial is not None and (trial.seconds, trial.total) < (
-                current.seconds * (1 + _EPSILON), current.total * (1 - _EPSILON)
-            ):  # fmt: skip
-                current = trial
-                failed.clear()
-            else:
+            changed = _changed(plan, move)
+            trial = self.run(name, start.rule, changed)
+            if trial is None or trial.seconds > current.seconds * (1 + _EPSILON):
                 failed.add(move)
-        self.trials.append(current if current.plan is not start.plan else start)
+                continue
+            if trial.seconds < self.best.seconds:
+                self.trials.append(trial)
+            # A plan runs in another order where a forward did not fit.
+            current = trial
+            plan = replace(changed, orders=trial.orders if plan.has_weights else _without_weights(trial.orders))
+            failed.clear()
 
 
-def _as_plan(trial: _Trial) -> _Trial:
-    """A trial as a plan of F and I, so that a change of their order places weight parts anew."""
-    if trial.plan is not None and not trial.plan.has_weights:
-        return trial
-    orders = tuple(tuple(each for each in order if each[0] != WEIGHT) for order in trial.orders)
-    return replace(trial, plan=PassPlan(orders))
+def _without_weights(orders: Orders) -> Orders:
+    return tuple(tuple(each for each in order if each[0] != WEIGHT) for order in orders)
 
 
 _Move = tuple[str, int, PipelinePass, PipelinePass]  # what to change, the rank, and two passes in a row there
 
 
-def _moves(pipeline: PipelineProblem, trial: _Trial, synchronous: bool) -> list[_Move]:
+def _moves(pipeline: PipelineProblem, trial: _Trial, plan: PassPlan, synchronous: bool) -> list[_Move]:
     """Changes of a plan on the chain of passes that the step's end waits for, each as soon as the one before ended."""
-    plan = trial.plan
-    assert plan is not None
     index = {each: (rank, at) for rank, order in enumerate(trial.orders) for at, each in enumerate(order)}
     ends = [trial.begins[r][-1] + pipeline.seconds[order[-1][0]][order[-1][1]] for r, order in enumerate(trial.orders)]
     spans = [end - begins[0] for end, begins in zip(ends, trial.begins, strict=True)]
@@ -302,7 +304,7 @@ def _constructions(pipeline: PipelineProblem) -> Iterator[tuple[str, FillRule, P
     for name, orders in named:
         yield name, own[0], PassPlan(orders)
     for name, orders in named:
-        plan = PassPlan(tuple(tuple(each for each in order if each[0] != WEIGHT) for order in orders))
+        plan = PassPlan(_without_weights(orders))
         for rule in own:
             yield f"{name}, weight parts placed anew", rule, plan
     for rule in own:
