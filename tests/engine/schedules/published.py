@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.engine.schedules import Memory
+from meshweave.engine.schedules import ActivationMemory
 
 RANKS = 8
 NAMES = {
@@ -35,8 +35,8 @@ class Setting:
         return {name: ms / 1e3 / stages_per_rank for name, ms in parts.items()} | {"comm": self.comm / 1e3}
 
     @property
-    def memory(self) -> Memory:
-        return Memory.of_transformer(self.heads, self.tokens, self.width)
+    def memory(self) -> ActivationMemory:
+        return ActivationMemory.of_transformer(self.heads, self.tokens, self.width)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tests.engine.schedules.random_schedules import (
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.schedules import (
     SCHEDULES,
-    Memory,
+    ActivationMemory,
     make_schedule,
     parse_schedule,
     peak_activations,
@@ -194,12 +194,12 @@ def test_activations_as_published(name: str, most: object) -> None:
 def test_activations_in_bytes_per_stage() -> None:
     schedule = parse_schedule("0F0,0F1,0I0,0I1,0W0,0W1\n1F0,1B0,1F1,1B1")
     assert peak_activations(schedule) == (2, 1)
-    assert peak_activations(schedule, Memory((10, 7), (4, 7))) == (20, 7)
-    assert peak_activations(parse_schedule("0F0,0I0,0F1,0I1,0W0,0W1"), Memory(10, 4)) == (14,)
+    assert peak_activations(schedule, ActivationMemory((10, 7), (4, 7))) == (20, 7)
+    assert peak_activations(parse_schedule("0F0,0I0,0F1,0I1,0W0,0W1"), ActivationMemory(10, 4)) == (14,)
     with pytest.raises(PlanError, match="activation needs a value for each stage"):
-        peak_activations(schedule, Memory((1, 2, 3)))
+        peak_activations(schedule, ActivationMemory((1, 2, 3)))
     with pytest.raises(PlanError, match=r"(?s)frees activations.*stage 1"):
-        peak_activations(schedule, Memory((1, 1), (1, 2)))
+        peak_activations(schedule, ActivationMemory((1, 1), (1, 2)))
 
 
 def test_text_of_actions() -> None:

@@ -12,7 +12,7 @@ from tests.engine.schedules.published import RANKS, RUNS, SETTINGS, Setting
 from meshweave.engine.actions import Action, Actions, Schedule
 from meshweave.engine.schedules import (
     SCHEDULES,
-    Memory,
+    ActivationMemory,
     best_schedule,
     make_schedule,
     peak_activations,
@@ -65,7 +65,7 @@ def test_no_slower_than_any_schedule_by_name_that_fits() -> None:
         stages = 4 * per_rank
         times = {"F": 1.0, "B": 1.3, "W": 0.8, "comm": 0.1}
         schedule = make_schedule(name, 4, 9, times=stage_times(stages, **times))
-        memory = Memory(1.0, 0.4)
+        memory = ActivationMemory(1.0, 0.4)
         for synchronous in (False, True):
             search = best_schedule(
                 place_stages(4, per_rank, family.placement),
@@ -98,7 +98,7 @@ def orders_of_rank(stage: int, microbatches: int) -> Iterator[Actions]:
 def test_optimal_where_all_schedules_can_be_tried(seed: int) -> None:
     chance = random.Random(seed)
     times = {name: [float(chance.randint(1, 6)) for _ in range(2)] for name in "FBW"} | {"comm": float(seed % 3)}
-    memory, cap = Memory(1.0, chance.choice([1.0, 0.5])), chance.choice([1.0, 1.5, 2.0])
+    memory, cap = ActivationMemory(1.0, chance.choice([1.0, 0.5])), chance.choice([1.0, 1.5, 2.0])
     whole = [Schedule("one", pair) for pair in product(*(list(orders_of_rank(stage, 3)) for stage in (0, 1)))]
     fitting = [schedule for schedule in whole if max(peak_activations(schedule, memory)) <= cap]
     for synchronous in (False, True):
@@ -125,7 +125,7 @@ def test_random_pipelines() -> None:
         row = lambda n, values: [chance.choice(values) for _ in range(n)]  # noqa: E731
         times = {name: row(stages, [0.5, 1.0, 3.0, 4.7]) for name in "FBW"}
         stored = row(stages, [0.5, 1.0, 2.0])
-        memory = Memory(stored, [each * chance.choice([0.0, 0.5, 1.0]) for each in stored])
+        memory = ActivationMemory(stored, [each * chance.choice([0.0, 0.5, 1.0]) for each in stored])
         least = [sum(stored[s] for s in range(stages) if placement[s] == r) for r in range(ranks)]
         cap = chance.choice([None, [each * chance.choice([1, 1.3, 3]) for each in least]])
         search = best_schedule(
@@ -158,7 +158,7 @@ def test_equal_arguments_give_equal_schedules() -> None:
 
 
 def test_a_cap_that_no_schedule_meets_says_the_least() -> None:
-    memory = Memory([3, 1, 2, 1], [1, 1, 1, 1])
+    memory = ActivationMemory([3, 1, 2, 1], [1, 1, 1, 1])
     with pytest.raises(PlanError) as error:
         best_schedule((0, 1, 1, 0), 4, F=1, B=1, W=1, memory=memory, cap=[4, 2.5])
     assert str(error.value) == (

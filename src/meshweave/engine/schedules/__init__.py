@@ -16,15 +16,15 @@ from meshweave.engine.schedules.communication import with_communication, with_ga
 from meshweave.engine.schedules.csv_files import load_schedule, parse_schedule, save_schedule, schedule_csv
 from meshweave.engine.schedules.form import place_stages, text_of
 from meshweave.engine.schedules.generators import SCHEDULES, make_schedule
-from meshweave.engine.schedules.memory import Memory, peak_activations
+from meshweave.engine.schedules.memory import ActivationMemory, peak_activations
 from meshweave.engine.schedules.proof import ScheduleProof, prove_schedule
 from meshweave.engine.schedules.search import ScheduleSearch, best_schedule
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "ActivationMemory",
     "Gap",
-    "Memory",
     "PipelineTimes",
     "Schedule",
     "ScheduleProof",

@@ -344,7 +344,7 @@ def _stages_at_a_time(row: _Block) -> int:
 
 
 # Of the activations of a microbatch, what W needs: in the models of the zero-bubble paper, with heads of 128 and 1,024
-# tokens, as `Memory.of_transformer(1, 1024, 128)` says.
+# tokens, as `ActivationMemory.of_transformer(1, 1024, 128)` says.
 _AFTER_INPUT = 32 / 74
 
 

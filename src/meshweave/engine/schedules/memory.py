@@ -26,7 +26,7 @@ def per_stage(what: str, values: PerStage, stages: int) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ActivationMemory:
     """What a stage holds for a microbatch, in bytes or any other unit, per stage or as a number for all.
 
     `activation`: from the begin of F. `after_input`: what of it is left once I has run, until W ends; None: all of it,
@@ -36,7 +36,7 @@ class Memory:
     after_input: PerStage | None = None
 
     @classmethod
-    def of_transformer(cls, heads: int, tokens: int, width: int) -> Memory:
+    def of_transformer(cls, heads: int, tokens: int, width: int) -> ActivationMemory:
         """Of transformer layers that keep their attention scores, in activations of a microbatch on a stage: a layer
         stores 34 + 5 heads tokens / width bytes per token and unit of width (Korthikanti et al., MLSys 2023), of which
         W needs 32 (Qi et al., Zero Bubble Pipeline Parallelism, section 2.3)."""
@@ -56,10 +56,10 @@ class Memory:
         return stored, left
 
 
-def peak_activations(schedule: Schedule, memory: Memory | None = None) -> tuple[float, ...]:
+def peak_activations(schedule: Schedule, memory: ActivationMemory | None = None) -> tuple[float, ...]:
     """The most that each rank holds at a time, in the unit of `memory` (default: in microbatches of a stage, which W
     frees). A rank runs its actions in order, so that no runtime holds more."""
-    stored, left = (memory or Memory()).of_stages(schedule.num_stages)
+    stored, left = (memory or ActivationMemory()).of_stages(schedule.num_stages)
     change = {
         "forward": stored,
         "input": tuple(after - before for before, after in zip(stored, left, strict=True)),

@@ -30,7 +30,7 @@ from meshweave.engine.schedules.list_scheduling import (
     PipelineProblem,
     action_of_pass,
 )
-from meshweave.engine.schedules.memory import Memory, PerStage
+from meshweave.engine.schedules.memory import ActivationMemory, PerStage
 from meshweave.engine.sections import Kind
 from meshweave.errors import PlanError
 
@@ -75,7 +75,7 @@ def best_schedule(
     B: PerStage,
     W: PerStage,
     comm: PerStage = 0.0,
-    memory: Memory | None = None,
+    memory: ActivationMemory | None = None,
     cap: PerStage | None = None,
     synchronous: bool = True,
     budget: int = 1_000_000,
@@ -90,7 +90,9 @@ def best_schedule(
     The schedule is never slower than those by name that have this placement and fit under the cap. Raises PlanError for
     a placement with gaps, and for a cap that no schedule meets, with the least that can be met."""
     _check_size(placement, microbatches)
-    pipeline = _pipeline(placement, microbatches, stage_times(len(placement), F, B, W, comm), memory or Memory(), cap)
+    pipeline = _pipeline(
+        placement, microbatches, stage_times(len(placement), F, B, W, comm), memory or ActivationMemory(), cap
+    )
     search = _Trials(pipeline, synchronous, budget)
     search.construct()
     search.improve()
@@ -119,7 +121,7 @@ def _check_size(placement: Sequence[int], microbatches: int) -> None:
 
 
 def _pipeline(
-    placement: Sequence[int], microbatches: int, times: StageTimes, memory: Memory, cap: PerStage | None
+    placement: Sequence[int], microbatches: int, times: StageTimes, memory: ActivationMemory, cap: PerStage | None
 ) -> PipelineProblem:
     ranks = range(max(placement) + 1)
     stored, left = memory.of_stages(len(placement))
