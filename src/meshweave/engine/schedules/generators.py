@@ -15,7 +15,14 @@ from typing import Literal
 from meshweave.engine.actions import Action, Actions, Schedule
 from meshweave.engine.schedules.clock import StageTimes, stage_times
 from meshweave.engine.schedules.form import Placement, groups_of, place_stages
-from meshweave.engine.schedules.list_scheduling import FillRule, ListScheduler, PipelineProblem, action_of_pass
+from meshweave.engine.schedules.list_scheduling import (
+    FillRule,
+    ListScheduler,
+    PassPlan,
+    PipelineProblem,
+    action_of_pass,
+    passes_of_actions,
+)
 from meshweave.engine.sections import Kind
 from meshweave.errors import PlanError, near_miss
 
@@ -350,7 +357,7 @@ _AFTER_INPUT = 32 / 74
 
 def _automatic(limit: int) -> Callable[[PipelineSize], Iterable[Iterable[Action]]]:
     """The automatic schedule of Qi et al. (Zero Bubble Pipeline Parallelism, section 3.1), under a memory of `limit`
-    times that of 1F1B: the best of the heuristic's choices, by the longest span."""
+    times that of 1F1B: the best of the heuristic's choices and of the handcrafted schedules, by the longest span."""
     return lambda size: _automatic_orders(size, limit)
 
 
@@ -366,7 +373,10 @@ def _automatic_orders(size: PipelineSize, limit: int) -> Iterator[Iterable[Actio
     )
     choices = product((0.0, 1.0), (False, True))
     trials = [ListScheduler(pipeline, FillRule((late,) * ranks, ahead)) for late, ahead in choices]
-    best = min(trials, key=ListScheduler.longest_span)
+    for order in (_zb_h1, _zb_h2)[:limit]:
+        plan = PassPlan(tuple(passes_of_actions(order(size, rank)) for rank in range(ranks)))
+        trials.append(ListScheduler(pipeline, FillRule((0.0,) * ranks), plan))
+    best = min((trial for trial in trials if trial.is_complete), key=ListScheduler.longest_span)
     return (map(action_of_pass, order) for order in best.orders)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -24,12 +24,28 @@ PipelinePass = tuple[int, int, int]  # kind, stage, microbatch
 Fill = Literal["none", "longest", "all"]
 Orders = tuple[tuple[PipelinePass, ...], ...]  # for each rank
 _KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
+_PASSES: Mapping[Kind, tuple[int, ...]] = {
+    "forward": (FORWARD,),
+    "input": (INPUT,),
+    "weight": (WEIGHT,),
+    "backward": (INPUT, WEIGHT),
+}
 _ROUNDING = 1e-9  # times and bytes are compared up to this share
 
 
 def action_of_pass(each: PipelinePass) -> Action:
     kind, stage, m = each
     return Action((_KINDS[kind],), m, stage)
+
+
+def passes_of_actions(actions: Iterable[Action]) -> tuple[PipelinePass, ...]:
+    """The passes of a rank's actions, a whole backward as its two parts."""
+    return tuple(
+        (number, action.stage, action.microbatch)
+        for action in actions
+        for kind in action.kinds
+        for number in _PASSES.get(kind, ())
+    )
 
 
 @dataclass(frozen=True)

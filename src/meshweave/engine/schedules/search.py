@@ -9,7 +9,7 @@ give equal schedules.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -29,14 +29,11 @@ from meshweave.engine.schedules.list_scheduling import (
     PipelinePass,
     PipelineProblem,
     action_of_pass,
+    passes_of_actions,
 )
 from meshweave.engine.schedules.memory import ActivationMemory, PerStage
-from meshweave.engine.sections import Kind
 from meshweave.errors import PlanError
 
-_PASSES: Mapping[Kind, tuple[int, ...]] = {
-    "forward": (FORWARD,), "input": (INPUT,), "weight": (WEIGHT,), "backward": (INPUT, WEIGHT),
-}  # fmt: skip
 _IMPROVED = ", improved"
 _MOST_TRIALS = 2000  # small pipelines are soon as good as they get
 _EPSILON = 1e-9  # of a step's time: what counts as shorter
@@ -339,13 +336,7 @@ def _named(pipeline: PipelineProblem) -> Iterator[tuple[str, Orders]]:
         schedule = make_schedule(name, ranks, pipeline.microbatches, per_rank, pipeline.times)
         if any(set(s) != set(own) for s, own in zip(schedule.stages_of_role, pipeline.stages_of, strict=True)):
             continue
-        yield name, tuple(
-            tuple(
-                (kind, action.stage, action.microbatch)
-                for action in actions for each in action.kinds for kind in _PASSES[each]
-            )
-            for actions in schedule.of_role
-        )  # fmt: skip
+        yield name, tuple(map(passes_of_actions, schedule.of_role))
 
 
 # How much slower than it could a microbatch passes from stage to stage: of forward through the first stages of all
