@@ -70,6 +70,18 @@ def test_closed_forms_without_latency(ranks: int, rounds: int) -> None:
     assert idle("zbv", 2, W=3.0) == pytest.approx(0)
 
 
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 5), (8, 12), (16, 48), (24, 30)])
+@pytest.mark.parametrize("weight", [0.4, 0.7, 1.0])
+def test_automatic_schedules_are_no_slower_than_the_handcrafted(ranks: int, microbatches: int, weight: float) -> None:
+    seconds = {"F": 1.0, "B": 0.97, "W": weight, "comm": 0.03}
+    for automatic, by_hand in (("zb-1p", "zb-h1"), ("zb-2p", "zb-h2")):
+        times = [
+            pipeline_times(make_schedule(name, ranks, microbatches, times=stage_times(ranks, **seconds)), **seconds)
+            for name in (automatic, by_hand)
+        ]
+        assert max(times[0].spans_s) <= max(times[1].spans_s) * (1 + 1e-9)
+
+
 def test_synchronous_optimizer_waits_for_the_last_rank() -> None:
     """With equal times ZB-H2 has no bubble; ranks begin one after another, so that they end so, too (Qi et al., 4)."""
     schedule = make_schedule("zb-h2", 4, 8)

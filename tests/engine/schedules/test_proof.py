@@ -128,6 +128,8 @@ def test_a_deadlock_names_its_cycle() -> None:
         ("0UNSHARD,0UNSHARD,0F0,0B0\n", "gathers parameters that are there\n  where: 0UNSHARD of rank 0"),
         ("0F0,0RESHARD,0B0\n", "frees parameters that are not gathered"),
         ("0F0,0REDUCE_GRAD,0B0\n", "would be lost\n  where: 0B0 of rank 0\n.*move 0REDUCE_GRAD behind it"),
+        ("(0F0;0B0)OVERLAP_F_B", "compute on different microbatches\n  where: 0F0 of rank 0\n  got: 0F0, 0B0"),
+        ("0F0,0SEND_F0,0F1,(0SEND_F1;0RECV_B0)OVERLAP_F_B,0B0\n1F0,1B0", "compute on different"),
         ("0F0,0B0\n\n1F0,1B0", "a rank of a pipeline schedule has no stage\n  where: rank 1"),
     ],
 )
@@ -154,6 +156,8 @@ def test_numbers_of_stages_and_microbatches() -> None:
         prove_schedule(schedule, 3, 3)
     with pytest.raises(PlanError, match="is the last"):
         prove_schedule(Schedule("mine", ((Action(("forward",)), Action(("backward",), with_next=True)),)))
+    with pytest.raises(PlanError, match=r"(?s)runs an action twice.*0F0\+0F0 of rank 0"):
+        prove_schedule(Schedule("mine", ((Action(("forward", "forward")), Action(("backward",))),)))
     with pytest.raises(PlanError, match="does nothing"):
         prove_schedule(Schedule("mine", ((Action(("forward",)), Action(()), Action(("backward",))),)))
 

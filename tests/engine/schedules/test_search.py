@@ -39,6 +39,7 @@ def test_no_slower_than_the_paper_in_its_memory(setting: Setting, memory: int, n
         memory=setting.memory,
         cap=memory * RANKS,
         synchronous=False,
+        budget=500_000,
     )
     assert search.times.bubble_rate <= best + 0.00005  # rates are published in four digits
     assert max(peak_activations(search.schedule, setting.memory)) <= memory * RANKS * (1 + 1e-6)
@@ -139,6 +140,35 @@ def test_random_pipelines() -> None:
         )
         assert search.bound_s * (1 - 1e-9) <= search.times.step_s
         assert search.gap == pytest.approx(search.times.step_s / search.bound_s - 1, abs=1e-9)
+
+
+def test_backward_is_whole_where_nobody_waits_for_its_first_part() -> None:
+    times = {"F": 1.0, "B": 1.0, "W": 1.0, "comm": 0.1}
+    search = best_schedule(range(3), 6, **times)  # type: ignore[arg-type]
+    kinds = [{kind for action in actions for kind in action.kinds} for actions in search.schedule.of_role]
+    assert kinds[0] == {"forward", "backward"}  # the first stage sends no gradients on
+    assert "input" in kinds[2]
+    apart = [
+        tuple(Action((kind,), a.microbatch, a.stage) for a in actions for kind in PARTS.get(a.kinds[0], a.kinds))
+        for actions in search.schedule.of_role
+    ]
+    assert pipeline_times(Schedule("apart", tuple(apart)), **times).step_s == search.times.step_s  # type: ignore[arg-type]
+
+
+PARTS = {"backward": ("input", "weight")}
+
+
+def test_without_split_backwards() -> None:
+    times = {"F": 1.0, "B": 1.2, "W": 0.8, "comm": 0.1}
+    for ranks, stages_per_rank, placement, name in ((4, 1, "plain", "1f1b"), (4, 2, "looped", "interleaved")):
+        place = place_stages(ranks, stages_per_rank, placement)  # type: ignore[arg-type]
+        schedule = make_schedule(name, ranks, 9, stages_per_rank)
+        cap = max(peak_activations(schedule))
+        search = best_schedule(place, 9, **times, cap=cap, split=False, budget=100_000)  # type: ignore[arg-type]
+        kinds = {kind for actions in search.schedule.of_role for action in actions for kind in action.kinds}
+        assert kinds == {"forward", "backward"}
+        assert search.bound_s <= search.times.step_s <= pipeline_times(schedule, **times).step_s  # type: ignore[arg-type]
+        assert max(search.times.peak_activations) <= cap
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshweave.engine.actions import Action, Schedule
-from meshweave.engine.schedules.form import COMPUTE, OF_RUNTIME, OF_STAGE, RECEIVES, SENDS, ranks_of_stages, text_of
+from meshweave.engine.schedules.form import (
+    COMPUTE,
+    OF_RUNTIME,
+    OF_STAGE,
+    RECEIVES,
+    SENDS,
+    groups_of,
+    ranks_of_stages,
+    text_of,
+)
 from meshweave.engine.schedules.lowering import (
     LoweredSchedule,
     PassPart,
@@ -87,6 +96,15 @@ def _check_numbers(schedule: Schedule, stages: int | None, microbatches: int | N
                 where=f"rank {rank}",
                 hint=f"give it a stage, or use a schedule for {len(schedule.of_role) - 1} ranks",
             )
+        for group in groups_of(actions):
+            numbers = [action.microbatch for action in group]
+            if len(group) > 1 and (len({*numbers}) < len(group) or not all(COMPUTE & {*a.kinds} for a in group)):
+                raise PlanError(
+                    "actions that are scheduled as one compute on different microbatches",
+                    where=_where(rank, group[0]),
+                    got=", ".join(map(text_of, group)),
+                    hint="with_next=False",
+                )
         if actions[-1].with_next:
             raise PlanError("an action is to be scheduled as one with the next, but is the last",
                 where=_where(rank, actions[-1], len(actions) - 1), hint="with_next=False")  # fmt: skip
@@ -108,10 +126,11 @@ def _check_complete(schedule: Schedule, rank_of: Mapping[int, int], stages: int,
     """Every stage runs every part of every microbatch once."""
     first: dict[PassPart, int] = {}
     for rank, at, action in _places(schedule):
-        for kind in action.kinds:
+        for position, kind in enumerate(action.kinds):
             if kind in OF_STAGE or kind in OF_RUNTIME:
                 continue
-            if first.setdefault((kind, action.stage, action.microbatch), at) != at:
+            is_repeated = kind in action.kinds[:position]
+            if is_repeated or first.setdefault((kind, action.stage, action.microbatch), at) != at:
                 raise PlanError(
                     "a pipeline schedule runs an action twice",
                     where=_where(rank, action, at),

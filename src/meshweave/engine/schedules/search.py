@@ -11,9 +11,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, zip_longest
+from operator import add
 
-from meshweave.engine.actions import Schedule
+from meshweave.engine.actions import Action, Actions, Schedule
 from meshweave.engine.schedules.bounds import step_bound
 from meshweave.engine.schedules.clock import PipelineTimes, StageTimes, pipeline_times, stage_times
 from meshweave.engine.schedules.generators import SCHEDULES, make_schedule
@@ -32,6 +33,7 @@ from meshweave.engine.schedules.list_scheduling import (
     passes_of_actions,
 )
 from meshweave.engine.schedules.memory import ActivationMemory, PerStage
+from meshweave.engine.sections import Kind
 from meshweave.errors import PlanError
 
 _IMPROVED = ", improved"
@@ -75,6 +77,7 @@ def best_schedule(
     memory: ActivationMemory | None = None,
     cap: PerStage | None = None,
     synchronous: bool = True,
+    split: bool = True,
     budget: int = 1_000_000,
 ) -> ScheduleSearch:
     """The fastest schedule found for stages whose ranks are `placement` (`place_stages`).
@@ -82,19 +85,23 @@ def best_schedule(
     `F`, `B`, `W`, `comm`, `synchronous`: as for `pipeline_times`; times are of a stage. `memory`: what a microbatch
     holds on a stage (default: one activation, which W frees), `cap`: the most that a rank may hold in the same unit, a
     number for all ranks or one for each; default: as many microbatches as there are ranks, on all stages of a rank, as
-    1F1B holds on its first. `budget`: how many passes may be timed in all; 1,000,000 take about 3 s.
+    1F1B holds on its first. `split`: whether I and W may run apart; else every backward is whole. `budget`: how many
+    passes may be timed in all; 1,000,000 take about 3 s.
 
-    The schedule is never slower than those by name that have this placement and fit under the cap. Raises PlanError for
+    The schedule is never slower than those by name that have this placement and fit under the cap. Backward is whole
+    where that delays no other rank. Raises PlanError for
     a placement with gaps, and for a cap that no schedule meets, with the least that can be met."""
     _check_size(placement, microbatches)
-    pipeline = _pipeline(
-        placement, microbatches, stage_times(len(placement), F, B, W, comm), memory or ActivationMemory(), cap
-    )
+    own = stage_times(len(placement), F, B, W, comm)
+    pipeline = _pipeline(placement, microbatches, own, memory or ActivationMemory(), cap)
+    if not split:  # all of backward is its first part
+        whole = replace(own, input=tuple(map(add, own.input, own.weight)), weight=(0.0,) * len(placement))
+        pipeline = replace(pipeline, times=whole, left=(0.0,) * len(placement))
     search = _Trials(pipeline, synchronous, budget)
     search.construct()
     search.improve()
     best = search.best
-    schedule = Schedule("best", tuple(tuple(map(action_of_pass, order)) for order in best.orders))
+    schedule = Schedule("best", _actions(pipeline, best) if split else _whole_actions(best))
     times = pipeline_times(schedule, F=F, B=B, W=W, comm=comm, synchronous=synchronous)
     return ScheduleSearch(
         schedule=schedule,
@@ -103,6 +110,45 @@ def best_schedule(
         gap=max(0.0, times.step_s / search.bound - 1),
         construction=best.name,
         num_trials=search.num_trials,
+    )
+
+
+def _actions(pipeline: PipelineProblem, trial: _Trial) -> tuple[Actions, ...]:
+    """The actions of a trial: where W follows its I and nobody would wait, they are a whole backward, which is less
+    work on real machines."""
+    times = pipeline.times
+    begins = {
+        each: begin
+        for order, row in zip(trial.orders, trial.begins, strict=True)
+        for each, begin in zip(order, row, strict=True)
+    }
+
+    def may_join(each: PipelinePass, following: PipelinePass | None) -> bool:
+        kind, stage, m = each
+        if kind != INPUT or following != (WEIGHT, stage, m):
+            return False
+        arrival = begins[following] + times.weight[stage] + (pipeline.latency(stage, stage - 1) if stage else 0.0)
+        return stage == 0 or arrival <= begins[INPUT, stage - 1, m]
+
+    result = []
+    for order in trial.orders:
+        actions: list[Action] = []
+        is_joined = False  # with the pass before
+        for each, following in zip_longest(order, order[1:]):
+            if not is_joined:
+                is_joined = may_join(each, following)
+                actions.append(Action(("backward",), each[2], each[1]) if is_joined else action_of_pass(each))
+            else:
+                is_joined = False
+        result.append(tuple(actions))
+    return tuple(result)
+
+
+def _whole_actions(trial: _Trial) -> tuple[Actions, ...]:
+    """The actions of a trial whose weight parts take no time."""
+    kinds: tuple[Kind, ...] = ("forward", "backward")
+    return tuple(
+        tuple(Action((kinds[kind],), m, stage) for kind, stage, m in order if kind != WEIGHT) for order in trial.orders
     )
 
 
