@@ -8,6 +8,21 @@ from meshweave.capture.updates import register_update
 from meshweave.compile import compile
 from meshweave.cost.hardware import AlphaBeta, MachineProfile, load_profile
 from meshweave.cost.simulate.result import Simulation
+from meshweave.engine.schedules import (
+    Action,
+    ActivationMemory,
+    PipelineTimes,
+    Schedule,
+    ScheduleSearch,
+    best_schedule,
+    load_schedule,
+    make_schedule,
+    pipeline_times,
+    place_stages,
+    prove_schedule,
+    save_schedule,
+    stage_times,
+)
 from meshweave.errors import (
     CaptureError,
     CheckpointError,
@@ -39,6 +54,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"  # pyproject.toml reads it
 
 __all__ = [
+    "Action",
+    "ActivationMemory",
     "AlphaBeta",
     "CaptureError",
     "CheckpointError",
@@ -52,33 +69,44 @@ __all__ = [
     "MovePlan",
     "OverlapOptions",
     "OverlapReport",
+    "PipelineTimes",
     "Plan",
     "PlanError",
     "Precision",
     "Program",
     "RuleError",
     "RunOptions",
+    "Schedule",
+    "ScheduleSearch",
     "Simulation",
     "StepError",
     "TrainStep",
     "VerifyError",
     "backend",
     "batch_shard",
+    "best_schedule",
     "combine",
     "compile",
     "inductor_pass",
     "load_profile",
+    "load_schedule",
+    "make_schedule",
     "move",
     "on",
     "overlap",
+    "pipeline_times",
+    "place_stages",
     "plan_move",
+    "prove_schedule",
     "reduction",
     "register_rule",
     "register_update",
     "repartition",
     "replicate",
+    "save_schedule",
     "shard_in_graph",
     "simulate",
+    "stage_times",
 ]
 
 # These names need DTensor, which takes a second to import.

@@ -48,7 +48,9 @@ class Sections:
       stages and devices wait for, and weight, the rest;
     - reduce: sums of gradients over the mesh, once they are complete;
     - total: in a pipeline, what the gradients of all stages come to together, such as their norm;
-    - update: the optimizer. Whatever stands between its ops belongs to it, such as the wait for a gradient.
+    - update: the optimizer. Whatever stands between its ops belongs to it, such as the wait for a gradient;
+    - reshard, and send and receive of a stage's activations (forward) and their gradients (backward): in schedules that
+      say when gathered parameters are freed and when messages are sent (`engine.schedules`).
     """
 
     role: RankGraph
