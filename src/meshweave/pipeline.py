@@ -54,20 +54,20 @@ class PipelineChoice:
         if self.schedule is None:
             family = SCHEDULES[self.name]
             return family.stages_per_rank or 2, "v" if family.placement == "v" else "looped"
-        held = self.schedule.stages_of_role
-        count, rank_of = len(held[0]), {stage: rank for rank, stages in enumerate(held) for stage in stages}
+        of_ranks = self.schedule.stages_of_role
+        count, rank_of = len(of_ranks[0]), {stage: rank for rank, stages in enumerate(of_ranks) for stage in stages}
         ranks = tuple(rank_of[stage] for stage in sorted(rank_of))
         orders: tuple[Placement, ...] = ("looped", "v")
         for order in orders:
-            if ranks == place_stages(len(held), count, order):
+            if ranks == place_stages(len(of_ranks), count, order):
                 return count, order
         return 1, "looped"  # stages that a plan places by hand
 
     def for_step(self, roles: Sequence[RankGraph], microbatches: int) -> Schedule:
         """The schedule of pipeline ranks for the stages of a step. Raises PlanError if the step has other stages than
         the schedule, VerifyError if its stages cannot follow it."""
-        held = sorted({its.held for its in sections_of_roles(roles, is_pipeline=True)})
-        if len(held) < 2:
+        of_ranks = sorted({its.stage_numbers for its in sections_of_roles(roles, is_pipeline=True)})
+        if len(of_ranks) < 2:
             raise PlanError(
                 "a pipeline needs stages on several devices",
                 where=f"pipeline={self.name}",
@@ -76,7 +76,7 @@ class PipelineChoice:
             )
         schedule = self.schedule
         if schedule is None:
-            schedule = make_schedule(self.name, len(held), microbatches, max(map(len, held)))
+            schedule = make_schedule(self.name, len(of_ranks), microbatches, max(map(len, of_ranks)))
         prove_schedule(schedule, microbatches=microbatches)
         sections, of_roles = scheduled(roles, schedule, microbatches)
         action_order(of_roles, sections)

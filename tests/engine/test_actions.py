@@ -39,7 +39,7 @@ def test_each_node_is_in_one_section(reports: bool) -> None:
 def test_roles_get_the_actions_of_the_rank_that_has_their_stages() -> None:
     roles = stages(4).roles
     sections, schedule = scheduled(roles, make_schedule("1f1b", 4, 2), 2)
-    assert [its.held for its in sections] == [(0,), (1,), (2,), (3,)]
+    assert [its.stage_numbers for its in sections] == [(0,), (1,), (2,), (3,)]
     assert str(schedule).splitlines()[3] == "F0 B0 F1 B1 L0 L1 N2 U2"  # nothing is prepared or reduced
     _, backwards = scheduled(roles[::-1], make_schedule("1f1b", 4, 2), 2)
     assert backwards.of_role == schedule.of_role[::-1]
@@ -57,7 +57,7 @@ def test_backward_in_parts() -> None:
         assert inputs | weights == set(before.nodes(["backward"]))
         assert not any(user in inputs for node in weights for user in node.users)
         sends = [n for n in inputs if n.target is transfer and n.args[0] is not None]
-        assert len(sends) == (its.held != (0,))
+        assert len(sends) == (its.stage_numbers != (0,))
 
 
 def test_microbatches_of_one_form_run_the_same() -> None:

@@ -86,7 +86,7 @@ def test_a_device_has_as_many_stages_as_its_schedule_says() -> None:
     with pytest.raises(MeshweaveError, match="the stages of the plan are not those of schedule 1f1b"):
         simulated(placed(0, 1, 0), 2, "1f1b")
     looped = placed(0, 1, 0, 1)
-    held = [its.held for its in sections_of_roles(looped.roles, is_pipeline=True)]
+    held = [its.stage_numbers for its in sections_of_roles(looped.roles, is_pipeline=True)]
     assert held == [(0, 2), (1, 3)]
     before = bubble(simulated(stages(2), 8, "1f1b"))
     assert bubble(simulated(looped, 8, "interleaved")) == pytest.approx(before / 2, abs=0.03)

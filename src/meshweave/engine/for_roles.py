@@ -34,16 +34,16 @@ def schedule_for_roles(schedule: Schedule, sections: Sequence[Sections]) -> Sche
     meet for what their gradients come to and for the update, in an environment of their own.
 
     Raises PlanError if no rank has the stages of a role, or none of the roles those of a rank."""
-    held = [its.held for its in sections]
+    of_roles = [its.stage_numbers for its in sections]
     ranks = schedule.stages_of_role
     for rank, stages in enumerate(ranks):
-        if stages not in held:
-            raise _no_role(schedule, f"rank {rank} with stages {_text(stages)}", ranks, held)
+        if stages not in of_roles:
+            raise _no_role(schedule, f"rank {rank} with stages {_text(stages)}", ranks, of_roles)
     of_role = []
-    for its, stages in zip(sections, held, strict=True):
+    for its, stages in zip(sections, of_roles, strict=True):
         if stages not in ranks:
             where = devices_text(its.role.devices)
-            raise _no_role(schedule, f"{where} with stages {_text(stages)}", ranks, held)
+            raise _no_role(schedule, f"{where} with stages {_text(stages)}", ranks, of_roles)
         of_role.append(_with_rest(schedule.of_role[ranks.index(stages)], its, schedule.num_microbatches))
     return replace(schedule, of_role=tuple(of_role))
 
@@ -66,12 +66,12 @@ def _with_rest(passes: Actions, its: Sections, microbatches: int) -> Actions:
 
 
 def _no_role(
-    schedule: Schedule, what: str, ranks: Sequence[tuple[int, ...]], held: Sequence[tuple[int, ...]]
+    schedule: Schedule, what: str, ranks: Sequence[tuple[int, ...]], of_roles: Sequence[tuple[int, ...]]
 ) -> PlanError:
     return PlanError(
         f"the stages of the plan are not those of schedule {schedule.name}",
         where=what,
-        got=f"devices with stages {'; '.join(map(_text, dict.fromkeys(held)))}",
+        got=f"devices with stages {'; '.join(map(_text, dict.fromkeys(of_roles)))}",
         expected=f"devices with stages {'; '.join(map(_text, dict.fromkeys(ranks)))}",
         hint="leave the stages of each device to the schedule (Plan.stages(axis), or no plan), or choose a schedule "
         "with as many stages",

@@ -26,37 +26,39 @@ def action_order(schedule: Schedule, sections: Sequence[Sections]) -> list[Place
     """The actions before the update of all roles, in an order in which they can run. Raises VerifyError if roles wait
     for each other, or if what a role sends and another receives does not match."""
     roles = [its.role for its in sections]
-    sent, received = dict[Message, list[Place]](), dict[Place, list[Message]]()
+    sends, receives = dict[Message, list[Place]](), dict[Place, list[Message]]()
     for number, its in enumerate(sections):
         for at, action in enumerate(schedule.of_role[number]):
             if action.name not in _JOINT:
                 for key, is_sender in _transfers(roles, its, action):
                     message = key, action.microbatch
                     if is_sender:
-                        sent.setdefault(message, []).append((number, at))
+                        sends.setdefault(message, []).append((number, at))
                     else:
-                        received.setdefault((number, at), []).append(message)
-    _check_matches(roles, schedule, sent, received)
-    done, order = [0] * len(roles), list[Place]()
+                        receives.setdefault((number, at), []).append(message)
+    _check_matches(roles, schedule, sends, receives)
+    counts, order = [0] * len(roles), list[Place]()
     ends = [sum(action.name not in _JOINT for action in actions) for actions in schedule.of_role]
     is_new = True
     while is_new:
         is_new = False
         for number in range(len(roles)):
-            while done[number] < ends[number] and not _missing(received.get((number, done[number]), ()), sent, done):
-                order.append((number, done[number]))
-                done[number] += 1
+            while counts[number] < ends[number] and not _missing(
+                receives.get((number, counts[number]), ()), sends, counts
+            ):
+                order.append((number, counts[number]))
+                counts[number] += 1
                 is_new = True
-    waiting = [number for number, end in enumerate(ends) if done[number] < end]
+    waiting = [number for number, end in enumerate(ends) if counts[number] < end]
     if waiting:
-        raise _deadlock(roles, schedule, waiting, sent, received, done)
+        raise _deadlock(roles, schedule, waiting, sends, receives, counts)
     return order
 
 
 def _transfers(roles: Sequence[RankGraph], its: Sections, action: Action) -> list[tuple[str, bool]]:
     """The transfers of an action with other roles, with whether it sends. VerifyError for a communication in which
     stages meet."""
-    found = []
+    transfers = []
     for node in its.nodes(action.kinds, action.stage):
         if node.target not in STARTS:
             continue
@@ -73,8 +75,8 @@ def _transfers(roles: Sequence[RankGraph], its: Sections, action: Action) -> lis
         senders = {m.sender for device in own & ends[1] for m in entry.routes.received_by(device)}
         if own & ends[0] and not own >= senders:
             raise _meeting(its, action, f"transfer {key}", str(origin_of(node)))
-        found.append((key, bool(own & ends[0])))
-    return found
+        transfers.append((key, bool(own & ends[0])))
+    return transfers
 
 
 def _meeting(its: Sections, action: Action, what: str, where: str) -> VerifyError:
@@ -90,15 +92,15 @@ def _meeting(its: Sections, action: Action, what: str, where: str) -> VerifyErro
 def _check_matches(
     roles: Sequence[RankGraph],
     schedule: Schedule,
-    sent: Mapping[Message, Sequence[Place]],
-    received: Mapping[Place, Sequence[Message]],
+    sends: Mapping[Message, Sequence[Place]],
+    receives: Mapping[Place, Sequence[Message]],
 ) -> None:
-    taken = {message: place for place, messages in received.items() for message in messages}
-    for message, place in taken.items():
-        if message not in sent:
+    takers = {message: place for place, messages in receives.items() for message in messages}
+    for message, place in takers.items():
+        if message not in sends:
             raise _unmatched(roles, schedule, message, place, "receives what no stage sends")
-    for message, (place, *_) in sent.items():
-        if message not in taken:
+    for message, (place, *_) in sends.items():
+        if message not in takers:
             raise _unmatched(roles, schedule, message, place, "sends what no stage receives")
 
 
@@ -114,23 +116,25 @@ def _unmatched(
     )
 
 
-def _missing(messages: Sequence[Message], sent: Mapping[Message, Sequence[Place]], done: Sequence[int]) -> list[Place]:
-    return [(role, at) for message in messages for role, at in sent[message] if done[role] <= at]
+def _missing(
+    messages: Sequence[Message], sends: Mapping[Message, Sequence[Place]], counts: Sequence[int]
+) -> list[Place]:
+    return [(role, at) for message in messages for role, at in sends[message] if counts[role] <= at]
 
 
 def _deadlock(
     roles: Sequence[RankGraph],
     schedule: Schedule,
     waiting: Sequence[int],
-    sent: Mapping[Message, Sequence[Place]],
-    received: Mapping[Place, Sequence[Message]],
-    done: Sequence[int],
+    sends: Mapping[Message, Sequence[Place]],
+    receives: Mapping[Place, Sequence[Message]],
+    counts: Sequence[int],
 ) -> VerifyError:
     """Each role that has not come to its end, with its action and the action that it waits for."""
     lines = []
     for number in waiting:
-        action = schedule.of_role[number][done[number]]
-        role, at = _missing(received[number, done[number]], sent, done)[0]
+        action = schedule.of_role[number][counts[number]]
+        role, at = _missing(receives[number, counts[number]], sends, counts)[0]
         lines.append(
             f"{devices_text(roles[number].devices)} in {action} of stage {action.stage} waits for "
             f"{schedule.of_role[role][at]} of stage {schedule.of_role[role][at].stage} on "

@@ -70,7 +70,7 @@ class Sections:
         return stage is None or not self.stages or kind in _OF_ALL or self.stages[node] == stage
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def stage_numbers(self) -> tuple[int, ...]:
         """The stages that the role has, in order."""
         ahead = ("forward", "backward", "input", "weight")
         return tuple(sorted({self.stages.get(node, 0) for node, kind in self.kinds.items() if kind in ahead}))
@@ -139,11 +139,11 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
 
 def _without_batch(role: RankGraph, kinds: Mapping[fx.Node, Kind]) -> Iterator[fx.Node]:
     """The ops of forward that follow from parameters and constants alone: every stage that needs one has it."""
-    found = {node for node, item in role.sources.items() if item.kind not in ("batch", "ahead")}
+    constants = {node for node, item in role.sources.items() if item.kind not in ("batch", "ahead")}
     for node, kind in kinds.items():
         operands = [n for n in node.all_input_nodes if n.target not in SYMBOLS]
-        if kind in ("unshard", "forward") and node.target not in STARTS and found.issuperset(operands):
-            found.add(node)
+        if kind in ("unshard", "forward") and node.target not in STARTS and constants.issuperset(operands):
+            constants.add(node)
             yield node
 
 
@@ -151,15 +151,15 @@ def _joint_reduction(whole: Sections) -> set[fx.Node]:
     """The ops on gradients in which roles meet, what follows from them, and what is only computed for them."""
     role = whole.role
     own = [node for node, kind in whole.kinds.items() if kind == "reduce"]
-    found = set[fx.Node]()
+    joint = set[fx.Node]()
     for node in own:
         is_met = node.target in STARTS and not _is_within(role, node)
-        if is_met or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
+        if is_met or not joint.isdisjoint(node.all_input_nodes):
+            joint.add(node)
     for node in reversed(own):
-        if node.users and all(user in found for user in node.users):
-            found.add(node)
-    return found
+        if node.users and all(user in joint for user in node.users):
+            joint.add(node)
+    return joint
 
 
 def _is_within(role: RankGraph, start: fx.Node) -> bool:

@@ -27,7 +27,7 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
         return step
     stages: dict[fx.Node, int] = {}
     for node in ahead:
-        stages[node] = _held(plan, homes[node], stage_of(node, stages, homes, of_module), is_ahead=True)
+        stages[node] = _stage_there(plan, homes[node], stage_of(node, stages, homes, of_module), is_ahead=True)
     for node in reversed(ahead):
         users = [user for user in node.users if user in stages]
         is_own = all(homes[user] == homes[node] for user in users)
@@ -43,7 +43,7 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
             before = [stages[n] for n in node.all_input_nodes if n in stages and PARTS[origin_of(n).phase] == _BACKWARD]
             call = origin_of(node).call
             stage = min([of_call.get(call, last) if call else last, *before])
-            stages[node] = _held(plan, homes[node], stage, is_ahead=False)
+            stages[node] = _stage_there(plan, homes[node], stage, is_ahead=False)
     for node in step.sources:
         users = [stages[user] for user in node.users if user in stages and homes[user] == homes[node]]
         stages[node] = min(users, default=0)
@@ -52,9 +52,9 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
     return step
 
 
-def _held(plan: Resolved, home: Mesh, stage: int, is_ahead: bool) -> int:
+def _stage_there(plan: Resolved, home: Mesh, stage: int, is_ahead: bool) -> int:
     """The first stage of a plan from this one on, in the direction of the pass, that these devices have."""
-    held = [its for module, its in plan.stages.items() if plan.homes[module] == home]
+    numbers = [its for module, its in plan.stages.items() if plan.homes[module] == home]
     if is_ahead:
-        return min((its for its in held if its >= stage), default=stage)
-    return max((its for its in held if its <= stage), default=stage)
+        return min((its for its in numbers if its >= stage), default=stage)
+    return max((its for its in numbers if its <= stage), default=stage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,67 +121,102 @@ def compile_tasks(
         run = {n for part in parts for n in part} if sections.stages else set()
         kept |= prepared | {n for n in run if any(user in sections.kinds and user not in run for user in n.users)}
     steps: Sequence[Sequence[Step]] = parts if fuse is None else fuse(parts, kept)
-    last: dict[fx.Node, Step] = {}
-    for step in (step for part in steps for step in part):
-        for used in _read_by(step):
-            last[used] = step
-    replaced = {key for key in graph.outputs if key[0] in REPLACED}
-    sources = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
-    lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | kept
-    renewals = {n for (kind, _), n in zip(graph.outputs, results, strict=True) if kind in ("param", "state")}
-    buckets, sums = _buckets(graph), _sums(graph)
-    frees: dict[Step, list[int]] = {}
-    for used, step in last.items():
-        if used not in lasting:
-            frees.setdefault(step, []).append(slot[used])
-
-    def freed(step: Step, results: Sequence[fx.Node]) -> tuple[int, ...]:
-        unused = [slot[n] for n in results if n not in last and n not in kept]
-        return (*frees.get(step, ()), *unused)
-
-    def task(step: Step) -> Task:
-        if isinstance(step, Fused):
-            args, outs = tuple(slot[n] for n in step.inputs), tuple(slot[n] for n in step.outputs)
-            frees, renews = freed(step, step.outputs), not renewals.isdisjoint(step.outputs)
-            return Task(step.nodes[0], step.function, args, {}, outs, frees, False, fused=step, is_renewal=renews)
-        args, kwargs = map_nodes(step, lambda n: Slot(slot[n]))
-        if step.target in FACTORIES and device.type != "cpu":
-            kwargs = {**kwargs, "device": device}
-        is_flat = not kwargs and not any(isinstance(a, (list, tuple)) for a in args)
-        function: Any = torch.Tensor.add_ if step in sums else KERNELS.get(step.target, step.target)
-        kind = (step.target in STARTS, step.target is WAIT)
-        owns = kind[0] and step.args[0] in buckets
-        out, frees = (slot[step],), freed(step, (step,))
-        return Task(step, function, args, kwargs, out, frees, is_flat, *kind, None, owns, step in renewals)
-
+    writer = _TaskWriter(graph, device, slot, kept)
+    writer.note_last_uses(step for part in steps for step in part)
     tasks, posts = dict[str, tuple[Task, ...]](), dict[str, tuple[Task, ...]]()
-    reads, makes = dict[str, tuple[int, ...]](), dict[str, frozenset[int]]()
-    made = {n for n in graph.graph.nodes if n.target in SYMBOLS}
-    for action, part, its_steps in zip(actions, parts, steps, strict=True):
-        its_tasks, is_posted = (
-            [task(step) for step in its_steps],
-            sections.stages and action.name not in ("total", "update"),
-        )
-        posts[action.key] = tuple(t for t in its_tasks if is_posted and _is_receive(t))
-        tasks[action.key] = tuple(t for t in its_tasks if not (is_posted and _is_receive(t)))
-        read = dict.fromkeys(n for step in its_steps for n in _read_by(step))
-        if action.name == "update":  # what else is read after a step
-            read.update((n, None) for n in results if n in kept and n.op != "placeholder")
-        made.update(part)
-        reads[action.key] = tuple(slot[n] for n in read if n not in made and n.op != "get_attr")
-        makes[action.key] = frozenset(slot[n] for n in part)
-        made.update(read)
-    inputs, outputs = tuple(slot[n] for n in sources), tuple(slot[n] for n in results)
+    for action, its_steps in zip(actions, steps, strict=True):
+        is_early = bool(sections.stages) and action.name not in ("total", "update")
+        its_tasks = [(writer.task(step), is_early and is_receive(step)) for step in its_steps]
+        posts[action.key] = tuple(each for each, is_post in its_tasks if is_post)
+        tasks[action.key] = tuple(each for each, is_post in its_tasks if not is_post)
+    reads, makes = _reads_and_results(graph, actions, parts, steps, [n for n in results if n in kept])
     given = {(item.kind, item.name): node for node, item in graph.sources.items()}
     pairs = ((n, given[key]) for key, n in graph.results.items() if key[0] in ("buffer", "acc") and key in given)
-    renewed = tuple((slot[n], slot[to]) for n, to in pairs)
-    return Compiled(graph, tasks, inputs, outputs, len(slot), tuple(slot), posts, reads, makes, renewed)
+    return Compiled(
+        graph=graph,
+        tasks=tasks,
+        inputs=tuple(slot[n] for n in graph.graph.find_nodes(op="placeholder")),
+        outputs=tuple(slot[n] for n in results),
+        num_slots=len(slot),
+        nodes=tuple(slot),
+        posts=posts,
+        reads={key: tuple(slot[n] for n in its) for key, its in reads.items()},
+        makes={key: frozenset(slot[n] for n in its) for key, its in makes.items()},
+        renewed=tuple((slot[n], slot[to]) for n, to in pairs),
+    )
 
 
-def _is_receive(task: Task) -> bool:
-    """Whether a task begins a transfer of which its role only receives."""
-    return task.is_start and task.node.target is transfer and task.args[0] is None
+class _TaskWriter:
+    """Writes the steps of a microbatch as tasks, which free what is not `kept` after its last use."""
+
+    def __init__(
+        self, graph: RankGraph, device: torch.device, slot: Mapping[fx.Node, int], kept: Collection[fx.Node]
+    ) -> None:
+        self.device, self.slot, self.kept = device, slot, kept
+        sources = graph.graph.find_nodes(op="placeholder")
+        replaced = {key for key in graph.outputs if key[0] in REPLACED}
+        pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
+        self.lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | set(kept)
+        self.renewals = {n for (kind, _), n in graph.results.items() if kind in ("param", "state")}
+        self.buckets, self.sums = _buckets(graph), _sums(graph)
+        self.last: dict[fx.Node, Step] = {}
+        self.frees: dict[Step, list[int]] = {}
+
+    def note_last_uses(self, steps: Iterable[Step]) -> None:
+        """Find out after which step each value is dead."""
+        for step in steps:
+            for used in _read_by(step):
+                self.last[used] = step
+        for used, step in self.last.items():
+            if used not in self.lasting:
+                self.frees.setdefault(step, []).append(self.slot[used])
+
+    def task(self, step: Step) -> Task:
+        """The task of a step."""
+        slot = self.slot
+        if isinstance(step, Fused):
+            args, outs = tuple(slot[n] for n in step.inputs), tuple(slot[n] for n in step.outputs)
+            frees, renews = self._freed(step, step.outputs), not self.renewals.isdisjoint(step.outputs)
+            return Task(step.nodes[0], step.function, args, {}, outs, frees, False, fused=step, is_renewal=renews)
+        args, kwargs = map_nodes(step, lambda n: Slot(slot[n]))
+        if step.target in FACTORIES and self.device.type != "cpu":
+            kwargs = {**kwargs, "device": self.device}
+        is_flat = not kwargs and not any(isinstance(a, (list, tuple)) for a in args)
+        function: Any = torch.Tensor.add_ if step in self.sums else KERNELS.get(step.target, step.target)
+        kind = (step.target in STARTS, step.target is WAIT)
+        owns = kind[0] and step.args[0] in self.buckets
+        out, frees = (slot[step],), self._freed(step, (step,))
+        return Task(step, function, args, kwargs, out, frees, is_flat, *kind, None, owns, step in self.renewals)
+
+    def _freed(self, step: Step, results: Sequence[fx.Node]) -> tuple[int, ...]:
+        unused = [self.slot[n] for n in results if n not in self.last and n not in self.kept]
+        return (*self.frees.get(step, ()), *unused)
+
+
+def _reads_and_results(
+    graph: RankGraph,
+    actions: Actions,
+    parts: Sequence[Sequence[fx.Node]],
+    steps: Sequence[Sequence[Step]],
+    kept: Sequence[fx.Node],
+) -> tuple[dict[str, list[fx.Node]], dict[str, Sequence[fx.Node]]]:
+    """By action, what it reads of other microbatches or of the step's inputs, and what it computes. Whatever is `kept`
+    of a step is read after its update."""
+    own = {n for n in graph.graph.nodes if n.target in SYMBOLS or n.op == "get_attr"}
+    reads: dict[str, list[fx.Node]] = {}
+    for action, part, its_steps in zip(actions, parts, steps, strict=True):
+        read = dict.fromkeys(n for step in its_steps for n in _read_by(step))
+        own.update(part)
+        if action.name == "update":
+            read.update((n, None) for n in kept if n.op != "placeholder")
+        reads[action.key] = [n for n in read if n not in own]
+        own.update(read)
+    return reads, {action.key: part for action, part in zip(actions, parts, strict=True)}
+
+
+def is_receive(step: Step) -> bool:
+    """Whether a step begins a transfer of which its role only receives."""
+    return isinstance(step, fx.Node) and step.target is transfer and step.args[0] is None
 
 
 def _read_by(step: Step) -> Sequence[fx.Node]:

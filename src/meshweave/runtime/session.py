@@ -54,7 +54,7 @@ from meshweave.runtime.serial import SerialExecutor
 from meshweave.runtime.state import LASTING, LossScaler, State
 from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.turns import Turns
-from meshweave.runtime.update import Replacements, Update, metrics_of, outputs, pieces_by_name, scalar, scalar_is_made
+from meshweave.runtime.update import Replacements, Update, has_scalar, metrics_of, outputs, pieces_by_name, scalar
 from meshweave.runtime.watch import POLL
 from meshweave.runtime.weight_files import write_weights
 from meshweave.runtime.weights import WAYS
@@ -475,7 +475,7 @@ class Session:
         reduces their sums over the mesh. Returns losses and metrics."""
         losses, metrics = dict[int, Fetched](), dict[int, dict[str, Tensor]]()
         # in a pipeline stages tell each other the losses at the end
-        told = "report" if self.schedule.is_pipelined and "report" in self.sections[0].kinds.values() else "forward"
+        teller = "report" if self.schedule.is_pipelined and "report" in self.sections[0].kinds.values() else "forward"
 
         def fill(envs: list[Env], number: int) -> None:
             draw = self.state.num_steps * self.settings.accumulate + number
@@ -483,7 +483,7 @@ class Session:
 
         def done(action: Action, envs: list[Env]) -> None:
             ranks, env = self.ranks[:1], envs[:1]
-            if action.name == told and scalar_is_made(ranks, env, "loss"):
+            if action.name == teller and has_scalar(ranks, env, "loss"):
                 losses[action.microbatch] = Fetched(scalar(ranks, env, "loss"), self.settings.run.check_finite)
                 metrics[action.microbatch] = metrics_of(ranks, env)
 

@@ -33,7 +33,7 @@ class Turn:
 
 def turns_of(actions: Actions, compiled: Sequence[Compiled]) -> tuple[Turn, ...]:
     """The turns of a device; `compiled` are its tasks in each microbatch."""
-    taken = [_taken(action, compiled[action.microbatch]) for action in actions]
+    takes = [_reads_of_others(action, compiled[action.microbatch]) for action in actions]
     gives: list[dict[tuple[int, int], None]] = [{} for _ in actions]
     lasts: list[set[int]] = [set() for _ in actions]
     waiting: dict[int, int] = {}  # slot -> the first later turn that takes it, from the end of the step on
@@ -48,7 +48,7 @@ def turns_of(actions: Actions, compiled: Sequence[Compiled]) -> tuple[Turn, ...]
                 if to in waiting and actions[waiting[to]].microbatch != actions[at].microbatch:
                     gives[at][slot, to] = None
                     del waiting[to]
-        for slot in taken[at]:
+        for slot in takes[at]:
             if slot not in waiting:
                 lasts[at].add(slot)
             waiting[slot] = at
@@ -57,7 +57,7 @@ def turns_of(actions: Actions, compiled: Sequence[Compiled]) -> tuple[Turn, ...]
         Turn(
             action,
             compiled[action.microbatch],
-            tuple((slot, slot in lasts[at]) for slot in taken[at]),
+            tuple((slot, slot in lasts[at]) for slot in takes[at]),
             tuple(gives[at]),
             last[action.microbatch] == at,
         )
@@ -65,7 +65,7 @@ def turns_of(actions: Actions, compiled: Sequence[Compiled]) -> tuple[Turn, ...]
     )
 
 
-def _taken(action: Action, compiled: Compiled) -> list[int]:
+def _reads_of_others(action: Action, compiled: Compiled) -> list[int]:
     """What an action reads that no action of its microbatch makes, and no input of a step is."""
     renewed = {to for _, to in compiled.renewed}
     inputs: Mapping[int, bool] = {slot: slot in renewed for slot in compiled.inputs}
@@ -83,14 +83,14 @@ class _Crew:
 
 
 @dataclass(slots=True)
-class _Run:
+class _CrewTurn:
     """An action of a crew: of each of its devices the turn with this number; `following`: the turn after it, if that
     receives something that may begin now."""
 
     crew: _Crew
     at: tuple[int, ...]
     form: Actions
-    following: _Run | None = None
+    following: _CrewTurn | None = None
 
 
 class Turns:
@@ -117,7 +117,7 @@ class Turns:
         self.of_device = [turns_of(schedule.of_role[r], its) for r, its in zip(self._role_of, tasks, strict=True)]
         self.ranks = tuple(its[-1] for its in tasks)
         self._meter = meter
-        self._runs = list[_Run]()
+        self._runs = list[_CrewTurn]()
         if schedule.is_pipelined:
             self._make_pipeline(sections)
         else:
@@ -144,17 +144,21 @@ class Turns:
 
     def _crew(self, places: Sequence[int], role: int, forms: Sequence[Actions], is_stage: bool) -> _Crew:
         """Devices with the same actions; `role` is that of the first. An update is compiled for all roles."""
-        made: dict[Actions, Executor] = {}
+        executors: dict[Actions, Executor] = {}
         for number, form in enumerate(self._forms[role]):
-            if form in forms and form not in made:
+            if form in forms and form not in executors:
                 ranks = [next(t.compiled for t in self.of_device[i] if t.action.microbatch == number) for i in places]
-                made[form] = self.world.executor(self.roles, ranks, self._meter, tuple(places) if is_stage else None)
-        return _Crew(tuple(places), made)
+                executors[form] = self.world.executor(
+                    self.roles, ranks, self._meter, tuple(places) if is_stage else None
+                )
+        return _Crew(tuple(places), executors)
 
-    def _runs_of(self, crew: _Crew, numbers: Sequence[int]) -> list[_Run]:
+    def _runs_of(self, crew: _Crew, numbers: Sequence[int]) -> list[_CrewTurn]:
         turns, forms = self.of_device[crew.places[0]], self._forms[self._role_of[crew.places[0]]]
         at = [[n % len(self.of_device[i]) for i in crew.places] for n in numbers]
-        return [_Run(crew, tuple(each), forms[turns[n].action.microbatch]) for each, n in zip(at, numbers, strict=True)]
+        return [
+            _CrewTurn(crew, tuple(each), forms[turns[n].action.microbatch]) for each, n in zip(at, numbers, strict=True)
+        ]
 
     @property
     def executors(self) -> list[Executor]:
@@ -181,8 +185,8 @@ class Turns:
         return self._envs[microbatch]
 
     def run(self, done: Callable[[Action, list[Env]], None]) -> None:
-        """Run all actions before the update, and make ready what that reads. `done(action, envs)` is called after each action of the first local
-        device."""
+        """Run all actions before the update, and make ready what that reads. `done(action, envs)` is called after each
+        action of the first local device."""
         for run in self._runs:
             self._run(run)
             if run.crew.places[0] == 0:
@@ -216,18 +220,18 @@ class Turns:
         for run in (*self._runs, self._update):
             run.crew.current = None
 
-    def _first(self, run: _Run) -> Turn:
+    def _first(self, run: _CrewTurn) -> Turn:
         return self.of_device[run.crew.places[0]][run.at[0]]
 
-    def _executor(self, run: _Run) -> Executor:
+    def _executor(self, run: _CrewTurn) -> Executor:
         return run.crew.executors[run.form]
 
-    def _run(self, run: _Run) -> None:
+    def _run(self, run: _CrewTurn) -> None:
         self._open(run)
         self._executor(run).run(self._first(run).action.key)
         self._close(run)
 
-    def _open(self, run: _Run) -> None:
+    def _open(self, run: _CrewTurn) -> None:
         """Make ready what an action reads."""
         crew, executor, action = run.crew, self._executor(run), self._first(run).action
         envs = self.environments(action.microbatch)
@@ -241,7 +245,7 @@ class Turns:
         for i, at in zip(crew.places, run.at, strict=True):
             self._take(i, self.of_device[i][at], envs[i])
 
-    def _close(self, run: _Run) -> None:
+    def _close(self, run: _CrewTurn) -> None:
         """Hand over what an action has made."""
         envs = self.environments(self._first(run).action.microbatch)
         for i, at in zip(run.crew.places, run.at, strict=True):
@@ -249,14 +253,14 @@ class Turns:
         if self.schedule.is_pipelined:
             self._executor(run).finish_sends(False)
 
-    def _post(self, run: _Run) -> None:
+    def _post(self, run: _CrewTurn) -> None:
         """Begin what an action receives, once."""
         turn = self._first(run)
         if turn.compiled.posts.get(turn.action.key) and not self._is_posted(run, turn):
             envs = self.environments(turn.action.microbatch)
             self._executor(run).post(turn.action.key, [envs[i] for i in run.crew.places], turn.action.microbatch)
 
-    def _is_posted(self, run: _Run, turn: Turn) -> bool:
+    def _is_posted(self, run: _CrewTurn, turn: Turn) -> bool:
         envs = self.environments(turn.action.microbatch)
         return envs[run.crew.places[0]][turn.compiled.posts[turn.action.key][0].out] is not None
 
@@ -276,7 +280,7 @@ class Turns:
                 self.meter.on_value(i, nodes[to], value)
                 self.meter.freed(i, nodes[slot])
 
-    def _release(self, run: _Run) -> None:
+    def _release(self, run: _CrewTurn) -> None:
         """Drop the values of a microbatch whose last action has run."""
         turn = self._first(run)
         if not turn.is_last:

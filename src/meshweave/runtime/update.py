@@ -120,7 +120,7 @@ def scalar(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> Tensor:
     return value.detach().clone()
 
 
-def scalar_is_made(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> bool:
+def has_scalar(ranks: Sequence[Compiled], envs: Sequence[Env], kind: str) -> bool:
     """Whether a scalar result is there."""
     return all(envs[0][slot] is not None for key, slot in outputs(ranks[0]) if key == (kind, ""))
 
