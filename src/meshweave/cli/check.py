@@ -51,6 +51,8 @@ def check(screen: Screen, job: CheckOptions) -> int:
             else (job, source.batch)
         )
         fresh = replace(source, model=model, batch=batch)
+        if on is not mesh:  # one device has no stages
+            job_options = replace(job_options, pipeline="")
         program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
         backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on several

@@ -86,7 +86,7 @@ class StepOptions(Options):
     seq: int | None = option(64, "tokens per sequence", min=2)
     dtype: Dtype = option("float32", "bfloat16 and float16 are autocast: parameters stay float32")
     param_dtype: ParamDtype | None = option(None, "cast parameters before forward")
-    accumulate: int = option(1, "microbatches per step", min=1)
+    accumulate: int = option(1, "microbatches per step", min=1, flags=("--accumulate", "--microbatches"))
     pipeline: str = option("", "how stages take the microbatches: 1f1b, interleaved, zbv, ... or a .csv file")
     clip_grad_norm: float | None = option(None, "clip gradients by their global norm")
     passes: str = option("none", "passes over the step, such as default or overlap,split=2,recompute=full")
