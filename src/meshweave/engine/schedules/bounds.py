@@ -63,11 +63,16 @@ def _rank_bound(pipeline: PipelineProblem, rank: int) -> float:
 
 
 def _chain_bound(pipeline: PipelineProblem, first: int, slow: int) -> float:
-    """From the first F on stage `first` to its last W: all microbatches pass stage `slow` in between. There, weight
-    parts that do not fit under the cap when the last I ends have run before."""
-    times, m = pipeline.times, pipeline.microbatches
-    left = pipeline.left[slow]
-    outstanding = min(m, pipeline.cap[pipeline.rank_of[slow]] / left) if left else m
-    work = m * (times.forward[slow] + times.input[slow]) + max(0.0, m - outstanding) * times.weight[slow]
+    """From the first F on stage `first` to its last W. In between, from the first F on stage `slow` to the last I
+    there, its rank runs all F and I of this stage and its later ones, and the weight parts that do not fit under its
+    cap when that I ends."""
+    times, m, rank = pipeline.times, pipeline.microbatches, pipeline.rank_of[slow]
+    stages = [stage for stage in pipeline.stages_of[rank] if stage >= slow]
+    rates = [
+        times.weight[s] / pipeline.left[s] if pipeline.left[s] else float("inf") for s in stages if times.weight[s]
+    ]
+    outstanding = pipeline.cap[rank] * max(rates, default=0.0)
+    weights = m * sum(times.weight[s] for s in stages)
+    work = m * sum(times.forward[s] + times.input[s] for s in stages) + max(0.0, weights - outstanding)
     way = _way(pipeline, first, slow) + _way_back(pipeline, first, slow)
     return way + work + times.weight[first]

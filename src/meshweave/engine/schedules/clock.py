@@ -141,6 +141,10 @@ def pipeline_times(
 
     Each rank runs its actions in order, each as soon as it can. Gathers, reductions and what a runtime adds take no
     time. Raises PlanError if the schedule is not valid (`prove_schedule`), or for times that do not fit it."""
+    if not 0 < overlapped < float("inf"):
+        raise PlanError(
+            "a pair that is scheduled as one takes a share of its parts' time", got=f"overlapped={overlapped}"
+        )
     prove_schedule(schedule)
     lowered = lower_schedule(schedule)
     times = stage_times(schedule.num_stages, F, B, W, comm)

@@ -37,6 +37,7 @@ from meshweave.engine.sections import Kind
 from meshweave.errors import PlanError
 
 _IMPROVED = ", improved"
+_NUM_FIRST = 5  # constructions that are always tried: one microbatch after another, and the rule
 _MOST_TRIALS = 2000  # small pipelines are soon as good as they get
 _EPSILON = 1e-9  # of a step's time: what counts as shorter
 
@@ -219,12 +220,11 @@ class _Trials:
         return _Trial(seconds, sum(spans), its.orders, tuple(map(tuple, its.begins)), rule, plan, name)
 
     def construct(self) -> None:
-        """Time every construction, as far as the budget goes: first those that are certain to fit or often the best."""
+        """Time the constructions, as far as half of the budget goes, but at least those as they are."""
         reserved = self.left // 2
-        for name, rule, plan in _constructions(self.pipeline):
-            if self.is_done:
-                return
-            if self.left <= reserved and name == "waves":
+        for at, (name, rule, plan) in enumerate(_constructions(self.pipeline)):
+            is_needed = at < _NUM_FIRST or (plan is not None and plan.has_weights)
+            if self.is_done or (self.left <= reserved and not is_needed):
                 return
             trial = self.run(name, rule, plan)
             if trial is not None:
@@ -246,23 +246,18 @@ class _Trials:
         chance = random.Random(0)
         name = start.name.removesuffix(_IMPROVED) + _IMPROVED
         current, end = start, self.left - budget
-        failed: set[_Move] = set()
-        while self.left > end and not self.is_done:
-            moves = [move for move in _moves(self.pipeline, current, plan, self.synchronous) if move not in failed]
-            if not moves:
-                return
-            move = chance.choice(moves)
-            changed = _changed(plan, move)
+        moves = _moves(self.pipeline, current, plan, self.synchronous)
+        while moves and self.left > end and not self.is_done:
+            changed = _changed(plan, moves.pop(chance.randrange(len(moves))))
             trial = self.run(name, start.rule, changed)
             if trial is None or trial.seconds > current.seconds * (1 + _EPSILON):
-                failed.add(move)
                 continue
             if trial.seconds < self.best.seconds:
                 self.trials.append(trial)
             # A plan runs in another order where a forward did not fit.
             current = trial
             plan = replace(changed, orders=trial.orders if plan.has_weights else _without_weights(trial.orders))
-            failed.clear()
+            moves = _moves(self.pipeline, current, plan, self.synchronous)
 
 
 def _without_weights(orders: Orders) -> Orders:
