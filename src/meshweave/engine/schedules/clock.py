@@ -21,6 +21,8 @@ from meshweave.engine.schedules.proof import prove_schedule
 from meshweave.engine.sections import Kind
 from meshweave.errors import PlanError
 
+_ROUNDING = 1e-9  # of a time: shorter gaps come from sums in another order
+
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
@@ -226,13 +228,13 @@ def _gaps(
     for rank, order in enumerate(lowered.orders):
         free = 0.0
         for task in order:
-            if begins[task] > free:
+            if begins[task] - free > _ROUNDING * begins[task]:
                 needs = lowered.needs[task]
                 arrivals = [ends[n.task] + (0.0 if n.hop is None else times.comm[n.hop]) for n in needs]
                 last_of = arrivals.index(max(arrivals))
                 message = min(arrivals[last_of] - ends[needs[last_of].task], begins[task] - free)
                 add_gap(rank, free, begins[task], task, needs[last_of].task, message)
             free = ends[task] + sends[task]
-        if last is not None and free < ends[last]:
+        if last is not None and ends[last] - free > _ROUNDING * ends[last]:
             add_gap(rank, free, ends[last], None, last, 0.0)
     return tuple(gaps)
