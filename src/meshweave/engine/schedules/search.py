@@ -351,8 +351,8 @@ def _constructions(pipeline: PipelineProblem) -> Iterator[tuple[str, FillRule, P
         yield "list scheduling", rule, None
     for until in range(1, ranks):  # only the first ranks fill the gap before their first backward
         yield "list scheduling", FillRule((1.0,) * until + (0.0,) * (ranks - until)), None
-    for plan in _waves(pipeline):
-        for rule in (own[0], own[1], own[2]):
+    for plan, is_close in _waves(pipeline):
+        for rule in own[:3] if is_close else own[:1]:
             yield "waves", rule, plan
 
 
@@ -385,15 +385,17 @@ def _named(pipeline: PipelineProblem) -> Iterator[tuple[str, Orders]]:
 # longer between two passes of a microbatch (Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024,
 # section 3).
 _SLOWER = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
+_APART = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0)
 
 
-def _waves(pipeline: PipelineProblem) -> Iterator[PassPlan]:
-    """Microbatches begin at the distance of the slowest rank's work, and pass the stages at a fixed pace."""
+def _waves(pipeline: PipelineProblem) -> Iterator[tuple[PassPlan, bool]]:
+    """Microbatches pass the stages at a fixed pace and begin at a fixed distance: that of the slowest rank's work, as
+    close as they can be on average, or, for small caps, further apart."""
     work = pipeline.times.whole
-    distance = max(sum(work[stage] for stage in stages) for stages in pipeline.stages_of)
-    paces = sorted(product(_SLOWER, _SLOWER), key=lambda pace: (pace[0] + pace[1], pace))
-    for pace in paces:
-        times = _wave(pipeline, pace)
+    closest = max(sum(work[stage] for stage in stages) for stages in pipeline.stages_of)
+    choices = sorted(product(_APART, product(_SLOWER, _SLOWER)), key=lambda each: (2 * each[0] + sum(each[1]), each))
+    for apart, pace in choices:
+        times, distance = _wave(pipeline, pace), closest * apart
         orders = []
         for stages in pipeline.stages_of:
             passes = [
@@ -401,7 +403,7 @@ def _waves(pipeline: PipelineProblem) -> Iterator[PassPlan]:
                 for stage in stages for kind in (FORWARD, INPUT) for m in range(pipeline.microbatches)
             ]  # fmt: skip
             orders.append(tuple((-kind, stage, m) for _, kind, stage, m in sorted(passes)))
-        yield PassPlan(tuple(orders))
+        yield PassPlan(tuple(orders)), apart == 1
 
 
 def _wave(pipeline: PipelineProblem, pace: tuple[float, float]) -> dict[tuple[int, int], float]:
