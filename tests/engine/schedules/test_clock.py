@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 
@@ -16,6 +17,7 @@ from meshweave.engine.schedules import (
     make_schedule,
     parse_schedule,
     pipeline_times,
+    prove_schedule,
     stage_times,
     text_of,
     with_communication,
@@ -236,6 +238,19 @@ def test_receives_stand_as_late_as_they_cost_nothing() -> None:
     assert pipeline_times(late, F=1, B=1, W=1, comm=0.5).step_s == alone.step_s + 0.5
     its = with_communication(schedule, F=1, B=1, W=1, comm=0.5)
     assert pipeline_times(its, F=1, B=1, W=1, comm=0.5).step_s == alone.step_s
+
+
+def test_what_a_rank_runs_together_stays_so_but_a_reduction_does_not_delay_a_send() -> None:
+    first = (Action(("unshard", "forward")), Action(("backward", "reduce")), Action(("update",)))
+    second = tuple(replace(action, stage=1) for action in first)
+    schedule = Schedule("step", (first, second))
+    prove_schedule(schedule)
+    assert pipeline_times(schedule, F=1, B=1, W=1, comm=0.5).step_s == 7
+    its = with_communication(schedule)
+    prove_schedule(its)
+    assert [text_of(action) for action in its.of_role[1]] == [
+        "1RECV_F0", "1UNSHARD+1F0", "1B0", "1SEND_B0", "1REDUCE_GRAD", "1update0",
+    ]  # fmt: skip
 
 
 def test_receives_of_random_schedules_cost_nothing() -> None:

@@ -21,6 +21,7 @@ from meshweave.engine.schedules import (
     make_schedule,
     parse_schedule,
     peak_activations,
+    place_stages,
     prove_schedule,
     text_of,
     with_communication,
@@ -177,6 +178,14 @@ def test_unknown_names_and_numbers() -> None:
         make_schedule("1f1b", 2, 0)
     with pytest.raises(PlanError, match=r"(?s)fixed number of stages.*expected: 2"):
         make_schedule("zbv", 2, 2, 3)
+
+
+def test_placements() -> None:
+    assert place_stages(3, 2, "plain") == (0, 0, 1, 1, 2, 2)
+    assert place_stages(3, 2, "looped") == (0, 1, 2, 0, 1, 2)
+    assert place_stages(3, 3, "v") == (0, 1, 2, 2, 1, 0, 0, 1, 2)
+    with pytest.raises(PlanError, match="unknown placement"):
+        place_stages(3, 2, "w")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from meshweave.engine.schedules.list_scheduling import PipelineProblem
 def step_bound(pipeline: PipelineProblem, synchronous: bool) -> float:
     """Seconds that every schedule takes: to the last rank's end (`synchronous`), or in the longest span of a rank.
 
-    The largest of, for each rank, its work with the gaps before its first and after its last backward, and, for each
-    two stages, the way of a microbatch from one to the other, the other's work on all microbatches, and the way
-    back."""
-    spans = [_rank_bound(pipeline, rank) for rank in range(len(pipeline.cap))]
+    The largest of, for each rank, its work with the gaps before its first and after its last backward, and what its cap
+    lets through; and, for each two stages, the way of a microbatch from one to the other, the other's work on all
+    microbatches, and the way back."""
+    spans = [max(_work_bound(pipeline, r), _memory_bound(pipeline, r)) for r in range(len(pipeline.cap))]
     chains = [_chain_bound(pipeline, first, slow) for slow in range(pipeline.last + 1) for first in range(slow + 1)]
     if not synchronous:
         return max(*spans, *chains)
@@ -40,7 +40,7 @@ def _round_trip(pipeline: PipelineProblem, first: int, last: int) -> float:
     )
 
 
-def _rank_bound(pipeline: PipelineProblem, rank: int) -> float:
+def _work_bound(pipeline: PipelineProblem, rank: int) -> float:
     """A rank's work, and what it has to wait: before its first backward it can only run the forwards that fit under
     its cap; while the last forward's microbatch is on its way, only what it holds then."""
     times, stages, m = pipeline.times, pipeline.stages_of[rank], pipeline.microbatches
@@ -62,12 +62,27 @@ def _rank_bound(pipeline: PipelineProblem, rank: int) -> float:
     return work + (max(before, after) if all_fit else before + after)
 
 
+def _memory_bound(pipeline: PipelineProblem, rank: int) -> float:
+    """While a microbatch is on its way through later stages and back, a stage holds it: no more fit than the cap."""
+    occupied = sum(
+        pipeline.stored[s] * (_round_trip(pipeline, s, s) + pipeline.times.input[s])
+        + pipeline.left[s] * pipeline.times.weight[s]
+        for s in pipeline.stages_of[rank]
+    )
+    return pipeline.microbatches * occupied / pipeline.cap[rank] if occupied else 0.0
+
+
 def _chain_bound(pipeline: PipelineProblem, first: int, slow: int) -> float:
-    """From the first F on stage `first` to its last W: all microbatches pass stage `slow` in between. There, weight
-    parts that do not fit under the cap when the last I ends have run before."""
-    times, m = pipeline.times, pipeline.microbatches
-    left = pipeline.left[slow]
-    outstanding = min(m, pipeline.cap[pipeline.rank_of[slow]] / left) if left else m
-    work = m * (times.forward[slow] + times.input[slow]) + max(0.0, m - outstanding) * times.weight[slow]
+    """From the first F on stage `first` to its last W. In between, from the first F on stage `slow` to the last I
+    there, its rank runs all F and I of this stage and its later ones, and the weight parts that do not fit under its
+    cap when that I ends."""
+    times, m, rank = pipeline.times, pipeline.microbatches, pipeline.rank_of[slow]
+    stages = [stage for stage in pipeline.stages_of[rank] if stage >= slow]
+    rates = [
+        times.weight[s] / pipeline.left[s] if pipeline.left[s] else float("inf") for s in stages if times.weight[s]
+    ]
+    outstanding = pipeline.cap[rank] * max(rates, default=0.0)
+    weights = m * sum(times.weight[s] for s in stages)
+    work = m * sum(times.forward[s] + times.input[s] for s in stages) + max(0.0, weights - outstanding)
     way = _way(pipeline, first, slow) + _way_back(pipeline, first, slow)
     return way + work + times.weight[first]

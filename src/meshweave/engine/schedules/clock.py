@@ -21,6 +21,8 @@ from meshweave.engine.schedules.proof import prove_schedule
 from meshweave.engine.sections import Kind
 from meshweave.errors import PlanError
 
+_ROUNDING = 1e-9  # of a time: shorter gaps come from sums in another order
+
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
@@ -141,6 +143,10 @@ def pipeline_times(
 
     Each rank runs its actions in order, each as soon as it can. Gathers, reductions and what a runtime adds take no
     time. Raises PlanError if the schedule is not valid (`prove_schedule`), or for times that do not fit it."""
+    if not 0 < overlapped < float("inf"):
+        raise PlanError(
+            "a pair that is scheduled as one takes a share of its parts' time", got=f"overlapped={overlapped}"
+        )
     prove_schedule(schedule)
     lowered = lower_schedule(schedule)
     times = stage_times(schedule.num_stages, F, B, W, comm)
@@ -222,13 +228,13 @@ def _gaps(
     for rank, order in enumerate(lowered.orders):
         free = 0.0
         for task in order:
-            if begins[task] > free:
+            if begins[task] - free > _ROUNDING * begins[task]:
                 needs = lowered.needs[task]
                 arrivals = [ends[n.task] + (0.0 if n.hop is None else times.comm[n.hop]) for n in needs]
                 last_of = arrivals.index(max(arrivals))
                 message = min(arrivals[last_of] - ends[needs[last_of].task], begins[task] - free)
                 add_gap(rank, free, begins[task], task, needs[last_of].task, message)
             free = ends[task] + sends[task]
-        if last is not None and free < ends[last]:
+        if last is not None and ends[last] - free > _ROUNDING * ends[last]:
             add_gap(rank, free, ends[last], None, last, 0.0)
     return tuple(gaps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from meshweave.engine.actions import Action, Actions, Schedule
 from meshweave.engine.schedules.clock import TimedAction, pipeline_times, stage_times
@@ -22,10 +23,11 @@ def with_communication(
 ) -> Schedule:
     """The schedule with its sends and receives, for times as in `pipeline_times`.
 
-    Each send follows the action (or the pair) whose result it sends. Each receive stands as late as it costs nothing:
-    before the last action at whose begin, at these times, the message can still arrive before it is needed. (A receive
-    that is posted earlier may block other communication of its rank.) Between two ranks, receives have the order of
-    sends. The result never deadlocks, also where a receive blocks its rank, whatever the times turn out to be.
+    Each send follows the action (or the pair) whose result it sends, before a reduction that was part of it. Each
+    receive stands as late as it costs nothing: before the last action at whose begin, at these times, the message can
+    still arrive before it is needed. (A receive that is posted earlier may block other communication of its rank.)
+    Between two ranks, receives have the order of sends. The result never deadlocks, also where a receive blocks its
+    rank, whatever the times turn out to be.
 
     Raises PlanError for a schedule that is not valid, or that has sends or receives."""
     if is_explicit(schedule):
@@ -96,9 +98,17 @@ def _times_of_groups(
 def _merge(groups: Groups, receives: dict[int, list[Action]], rank_of: dict[int, int]) -> Actions:
     result: list[Action] = []
     for number, group in enumerate(groups):
-        result += (*receives.get(number, ()), *group)
+        result += receives.get(number, ())
+        reductions: list[Action] = []
+        for action in group:
+            at = action.kinds.index("reduce") if "reduce" in action.kinds else 0
+            if at:  # the next rank need not wait for the reduction
+                reductions.append(replace(action, kinds=action.kinds[at:], with_next=False))
+                action = replace(action, kinds=action.kinds[:at])
+            result.append(action)
         for action in group:
             result += (Action((kind,), action.microbatch, action.stage) for kind, _ in _sends_of(action, rank_of))
+        result += reductions
     return tuple(result)
 
 

@@ -69,7 +69,9 @@ def place_stages(ranks: int, stages_per_rank: int, placement: Placement) -> tupl
     """The rank of each of `ranks * stages_per_rank` stages.
 
     `plain`: consecutive stages on a rank. `looped`: stage s on rank s % ranks. `v`: ranks in turn, then in reverse
-    order, so that where the direction turns two stages in a row are on one rank."""
+    order, so that where the direction turns two stages in a row are on one rank. Raises PlanError for another name."""
+    if placement not in PLACEMENTS:
+        raise PlanError("unknown placement of stages", got=repr(placement), expected=", ".join(PLACEMENTS))
     stages = range(ranks * stages_per_rank)
     if placement == "plain":
         return tuple(stage // stages_per_rank for stage in stages)

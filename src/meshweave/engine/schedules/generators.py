@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise, product
-from typing import Literal
 
 from meshweave.engine.actions import Action, Actions, Schedule
 from meshweave.engine.schedules.clock import StageTimes, stage_times
@@ -380,10 +379,6 @@ def _automatic_orders(size: PipelineSize, limit: int) -> Iterator[Iterable[Actio
     return (map(action_of_pass, order) for order in best.orders)
 
 
-ScheduleName = Literal[
-    "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zbv", "v-half", "v-min",
-    "dualpipev",
-]  # fmt: skip
 SCHEDULES: Mapping[str, NamedSchedule] = {
     "gpipe": NamedSchedule("plain", 1, _each(_gpipe)),
     "1f1b": NamedSchedule("plain", 1, _each(_1f1b)),

@@ -37,6 +37,7 @@ from meshweave.engine.sections import Kind
 from meshweave.errors import PlanError
 
 _IMPROVED = ", improved"
+_NUM_FIRST = 5  # constructions that are always tried: one microbatch after another, and the rule
 _MOST_TRIALS = 2000  # small pipelines are soon as good as they get
 _EPSILON = 1e-9  # of a step's time: what counts as shorter
 
@@ -219,12 +220,11 @@ class _Trials:
         return _Trial(seconds, sum(spans), its.orders, tuple(map(tuple, its.begins)), rule, plan, name)
 
     def construct(self) -> None:
-        """Time every construction, as far as the budget goes: first those that are certain to fit or often the best."""
+        """Time the constructions, as far as half of the budget goes, but at least those as they are."""
         reserved = self.left // 2
-        for name, rule, plan in _constructions(self.pipeline):
-            if self.is_done:
-                return
-            if self.left <= reserved and name == "waves":
+        for at, (name, rule, plan) in enumerate(_constructions(self.pipeline)):
+            is_needed = at < _NUM_FIRST or (plan is not None and plan.has_weights)
+            if self.is_done or (self.left <= reserved and not is_needed):
                 return
             trial = self.run(name, rule, plan)
             if trial is not None:
@@ -246,23 +246,18 @@ class _Trials:
         chance = random.Random(0)
         name = start.name.removesuffix(_IMPROVED) + _IMPROVED
         current, end = start, self.left - budget
-        failed: set[_Move] = set()
-        while self.left > end and not self.is_done:
-            moves = [move for move in _moves(self.pipeline, current, plan, self.synchronous) if move not in failed]
-            if not moves:
-                return
-            move = chance.choice(moves)
-            changed = _changed(plan, move)
+        moves = _moves(self.pipeline, current, plan, self.synchronous)
+        while moves and self.left > end and not self.is_done:
+            changed = _changed(plan, moves.pop(chance.randrange(len(moves))))
             trial = self.run(name, start.rule, changed)
             if trial is None or trial.seconds > current.seconds * (1 + _EPSILON):
-                failed.add(move)
                 continue
             if trial.seconds < self.best.seconds:
                 self.trials.append(trial)
             # A plan runs in another order where a forward did not fit.
             current = trial
             plan = replace(changed, orders=trial.orders if plan.has_weights else _without_weights(trial.orders))
-            failed.clear()
+            moves = _moves(self.pipeline, current, plan, self.synchronous)
 
 
 def _without_weights(orders: Orders) -> Orders:
@@ -356,8 +351,8 @@ def _constructions(pipeline: PipelineProblem) -> Iterator[tuple[str, FillRule, P
         yield "list scheduling", rule, None
     for until in range(1, ranks):  # only the first ranks fill the gap before their first backward
         yield "list scheduling", FillRule((1.0,) * until + (0.0,) * (ranks - until)), None
-    for plan in _waves(pipeline):
-        for rule in (own[0], own[1], own[2]):
+    for plan, is_close in _waves(pipeline):
+        for rule in own[:3] if is_close else own[:1]:
             yield "waves", rule, plan
 
 
@@ -390,15 +385,17 @@ def _named(pipeline: PipelineProblem) -> Iterator[tuple[str, Orders]]:
 # longer between two passes of a microbatch (Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024,
 # section 3).
 _SLOWER = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
+_APART = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0)
 
 
-def _waves(pipeline: PipelineProblem) -> Iterator[PassPlan]:
-    """Microbatches begin at the distance of the slowest rank's work, and pass the stages at a fixed pace."""
+def _waves(pipeline: PipelineProblem) -> Iterator[tuple[PassPlan, bool]]:
+    """Microbatches pass the stages at a fixed pace and begin at a fixed distance: that of the slowest rank's work, as
+    close as they can be on average, or, for small caps, further apart."""
     work = pipeline.times.whole
-    distance = max(sum(work[stage] for stage in stages) for stages in pipeline.stages_of)
-    paces = sorted(product(_SLOWER, _SLOWER), key=lambda pace: (pace[0] + pace[1], pace))
-    for pace in paces:
-        times = _wave(pipeline, pace)
+    closest = max(sum(work[stage] for stage in stages) for stages in pipeline.stages_of)
+    choices = sorted(product(_APART, product(_SLOWER, _SLOWER)), key=lambda each: (2 * each[0] + sum(each[1]), each))
+    for apart, pace in choices:
+        times, distance = _wave(pipeline, pace), closest * apart
         orders = []
         for stages in pipeline.stages_of:
             passes = [
@@ -406,7 +403,7 @@ def _waves(pipeline: PipelineProblem) -> Iterator[PassPlan]:
                 for stage in stages for kind in (FORWARD, INPUT) for m in range(pipeline.microbatches)
             ]  # fmt: skip
             orders.append(tuple((-kind, stage, m) for _, kind, stage, m in sorted(passes)))
-        yield PassPlan(tuple(orders))
+        yield PassPlan(tuple(orders)), apart == 1
 
 
 def _wave(pipeline: PipelineProblem, pace: tuple[float, float]) -> dict[tuple[int, int], float]:
