@@ -154,7 +154,9 @@ def build_program(
         rows=step.rows,
         ahead=ahead,
         coupling=step.coupling,
-        pipeline=None if pipeline is None else pipeline.for_step(planned.optimized.roles, options.accumulate),
+        pipeline=None
+        if pipeline is None
+        else pipeline.for_step(planned.optimized.roles, options.accumulate, costs, pass_list.memory_cap_bytes),
         storage=trouble,
     )
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from meshweave.cost.hardware import Costs, MachineProfile
+from meshweave.cost.simulate.stages import costs_of_stages
+from meshweave.cost.simulate.step import peak_bytes_of_roles
 from meshweave.engine.actions import Schedule
 from meshweave.engine.for_roles import scheduled
 from meshweave.engine.order import action_order
-from meshweave.engine.schedules.csv_files import load_schedule
-from meshweave.engine.schedules.form import Placement, place_stages
-from meshweave.engine.schedules.generators import SCHEDULES, make_schedule
-from meshweave.engine.schedules.proof import prove_schedule
+from meshweave.engine.schedules import (
+    SCHEDULES,
+    ActivationMemory,
+    ScheduleSearch,
+    best_schedule,
+    load_schedule,
+    make_schedule,
+    place_stages,
+    prove_schedule,
+    stage_times,
+)
+from meshweave.engine.schedules.form import Placement
 from meshweave.engine.sections import sections_of_roles
 from meshweave.errors import PlanError, near_miss
+from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.rank import RankGraph
 
+_TRIES = 6  # searches for a schedule under a cap
+BEST = "best"  # the fastest that a search finds, in the memory of 1f1b or under a cap
 PipelineArgument = str | Path | Schedule | None
 
 
@@ -38,19 +53,26 @@ class PipelineChoice:
             return PipelineChoice(argument.name, argument)
         if isinstance(argument, Path) or (isinstance(argument, str) and argument.endswith(".csv")):
             return PipelineChoice.of(load_schedule(argument))
-        if argument in SCHEDULES:
+        if argument in SCHEDULES or argument == BEST:
             return PipelineChoice(argument)
         raise PlanError(
             "unknown pipeline schedule",
             where="pipeline=",
             got=repr(argument),
-            expected=f"{', '.join(SCHEDULES)}, a .csv file or a Schedule",
-            hint=near_miss(str(argument), SCHEDULES),
+            expected=f"{BEST}, {', '.join(SCHEDULES)}, a .csv file or a Schedule",
+            hint=f"did you mean {near_miss(str(argument), (BEST, *SCHEDULES))}?",
         )
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether the schedule depends on how long stages take."""
+        return self.schedule is None and self.name in (BEST, "zb-1p", "zb-2p")
 
     @property
     def stages(self) -> tuple[int, str]:
         """How many stages each rank has, and in what order (`Plan.stages`), where the plan leaves it open."""
+        if self.name == BEST and self.schedule is None:
+            return 1, "looped"
         if self.schedule is None:
             family = SCHEDULES[self.name]
             return family.stages_per_rank or 2, "v" if family.placement == "v" else "looped"
@@ -63,9 +85,16 @@ class PipelineChoice:
                 return count, order
         return 1, "looped"  # stages that a plan places by hand
 
-    def for_step(self, roles: Sequence[RankGraph], microbatches: int) -> Schedule:
-        """The schedule of pipeline ranks for the stages of a step. Raises PlanError if the step has other stages than
-        the schedule, VerifyError if its stages cannot follow it."""
+    def for_step(
+        self,
+        roles: Sequence[RankGraph],
+        microbatches: int,
+        costs: Costs | None = None,
+        cap_bytes: int | None = None,
+    ) -> Schedule:
+        """The schedule of pipeline ranks for the stages of a step, on a machine of these costs, if they are known;
+        `cap_bytes`: the most that a device may hold. Raises PlanError if the step has other stages than the schedule,
+        and for a cap that no schedule meets, VerifyError if its stages cannot follow it."""
         of_ranks = sorted({its.stage_numbers for its in sections_of_roles(roles, is_pipeline=True)})
         if len(of_ranks) < 2:
             raise PlanError(
@@ -74,10 +103,74 @@ class PipelineChoice:
                 got="a step that all devices run together",
                 hint="a mesh axis pp, or a plan with Plan.stages, or layers on devices; or leave out pipeline=",
             )
-        schedule = self.schedule
-        if schedule is None:
-            schedule = make_schedule(self.name, len(of_ranks), microbatches, max(map(len, of_ranks)))
+        schedule = self.schedule or self._named(of_ranks, roles, microbatches, costs, cap_bytes)
         prove_schedule(schedule, microbatches=microbatches)
         sections, of_roles = scheduled(roles, schedule, microbatches)
         action_order(of_roles, sections)
         return schedule
+
+    def _named(
+        self,
+        of_ranks: Sequence[tuple[int, ...]],
+        roles: Sequence[RankGraph],
+        microbatches: int,
+        costs: Costs | None,
+        cap_bytes: int | None,
+    ) -> Schedule:
+        """The schedule of this name. Without a machine profile all passes are taken to last equally long."""
+        stages = sum(map(len, of_ranks))
+        known = costs_of_stages(roles, costs) if self.needs_times and isinstance(costs, MachineProfile) else None
+        times = stage_times(stages, 1.0, 1.0, 1.0) if known is None else known.times
+        if self.name != BEST:
+            return make_schedule(self.name, len(of_ranks), microbatches, max(map(len, of_ranks)), times)
+        rank_of = {stage: rank for rank, numbers in enumerate(of_ranks) for stage in numbers}
+        placement = [rank_of[stage] for stage in range(stages)]
+        search = partial(
+            best_schedule,
+            placement,
+            microbatches,
+            F=times.forward,
+            B=times.input,
+            W=times.weight,
+            comm=times.comm,
+            memory=None if known is None else known.memory,
+        )
+        if cap_bytes is None or known is None or not isinstance(costs, MachineProfile):
+            return search().schedule
+        return _best_under_cap(search, known.memory, of_ranks, roles, microbatches, costs, cap_bytes)
+
+
+def _best_under_cap(
+    search: Callable[..., ScheduleSearch],
+    memory: ActivationMemory,
+    of_ranks: Sequence[tuple[int, ...]],
+    roles: Sequence[RankGraph],
+    microbatches: int,
+    profile: MachineProfile,
+    cap_bytes: int,
+) -> Schedule:
+    """The best schedule whose simulated peak is under the cap. What a rank has room for is first that of a step whose
+    microbatches come one after the other; then less, as the schedule found exceeds it. PlanError if there is none."""
+    stored, _ = memory.of_stages(sum(map(len, of_ranks)))
+    rank_of_role = [of_ranks.index(its.stage_numbers) for its in sections_of_roles(roles, is_pipeline=True)]
+    beside = [0.0] * len(of_ranks)
+    for role, rank in enumerate(rank_of_role):
+        own = peak_bytes(roles[role]) - sum(stored[number] for number in of_ranks[rank])
+        beside[rank] = max(beside[rank], own)
+    room = [max(0.0, cap_bytes - own) for own in beside]
+    for _ in range(_TRIES):
+        schedule = search(cap=room).schedule
+        peaks = peak_bytes_of_roles(roles, profile, microbatches, schedule)
+        if max(peaks) <= cap_bytes:
+            return schedule
+        for rank, peak in zip(rank_of_role, peaks, strict=True):
+            if peak > cap_bytes:
+                share = max(0.0, cap_bytes - beside[rank]) / (peak - beside[rank])
+                room[rank] = min(room[rank] - (peak - cap_bytes), room[rank] * share)
+    raise PlanError(
+        "no schedule of the stages was found whose peak is under the memory cap",
+        where="pipeline='best'",
+        got=f"{max(peaks)} bytes; cap {cap_bytes}",
+        expected=f"memory_cap_bytes={max(peaks)} or more",
+        hint="smaller or more microbatches (accumulate=), or recompute",
+    )

@@ -49,7 +49,7 @@ def simulate(
     schedule = program.pipeline
     if pipeline is not None:
         asked = PipelineChoice.of(pipeline)
-        schedule = None if asked is None else asked.for_step(program.roles, microbatches)
+        schedule = None if asked is None else asked.for_step(program.roles, microbatches, machine)
     tokens = tokens_of(program.captured) * microbatches
     options = SimulateOptions(
         fusion=fusion,

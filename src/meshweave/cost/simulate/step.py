@@ -93,10 +93,17 @@ def least_bytes_of_step(roles: Sequence[RankGraph], profile: MachineProfile) -> 
 
 def peak_bytes_of_step(roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1) -> int:
     """What `simulate_roles` says of the peak alone."""
+    return max(peak_bytes_of_roles(roles, profile, microbatches))
+
+
+def peak_bytes_of_roles(
+    roles: Sequence[RankGraph], profile: MachineProfile, microbatches: int = 1, pipeline: Schedule | None = None
+) -> list[int]:
+    """What `simulate_roles` says of the peak of each role."""
     fusion = default_fusion(profile)
-    tasks = lower_tasks(roles, profile, fusion, microbatches)
+    tasks = lower_tasks(roles, profile, fusion, microbatches, pipeline)
     times, holding = times_of(tasks, profile.compute_slowdown), LifetimeRules(fusion)
-    return max(memory_of(tasks, i, times, holding).peak_bytes for i in range(len(roles)))
+    return [memory_of(tasks, i, times, holding).peak_bytes for i in range(len(roles))]
 
 
 def seconds_of_tasks(tasks: Tasks, profile: MachineProfile) -> StepSeconds:

@@ -379,6 +379,12 @@ def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, in
         yield kind, role.stages[node] if is_of_stage else ANY_STAGE, item
 
 
+def role_tasks(its: Sections, profile: MachineProfile, fusion: Fusion) -> RoleTasks:
+    """What the stream of a role runs on a machine."""
+    kernels, local = kernels_of(its.role, local_values(its.role), fusion, profile.fusion == "none", profile.update)
+    return RoleTasks(its.role, local, tuple(kernels), tuple(_items(its, kernels)))
+
+
 def lower_tasks(
     graphs: Sequence[RankGraph],
     profile: MachineProfile,
@@ -392,11 +398,7 @@ def lower_tasks(
     a time; for `buckets` see `simulate.buckets`."""
     check_buckets(buckets)
     sections, actions = scheduled(graphs, pipeline, microbatches)
-    roles = []
-    for its in sections:
-        local = local_values(its.role)
-        kernels, local = kernels_of(its.role, local, fusion, profile.fusion == "none", profile.update)
-        roles.append(RoleTasks(its.role, local, tuple(kernels), tuple(_items(its, kernels))))
+    roles = [role_tasks(its, profile, fusion) for its in sections]
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
     return _TaskLowering(graphs, profile, roles, actions, narrow, buckets, fusion).run()
 
