@@ -88,9 +88,10 @@ def unmoved(value: fx.Node) -> fx.Node:
 
 
 def is_zeros(value: Any) -> bool:
-    """Whether a value is a tensor of zeros, possibly moved."""
-    root = unmoved(value) if isinstance(value, fx.Node) else None
-    return root is not None and root.target is aten.full.default and bool(root.args[1] == 0)
+    """Whether a value is a tensor of zeros, possibly moved or viewed."""
+    while isinstance(value, fx.Node) and value.target in (move, aten.view.default, aten.expand.default):
+        value = value.args[0]
+    return isinstance(value, fx.Node) and value.target is aten.full.default and bool(value.args[1] == 0)
 
 
 @define_op("pin")

@@ -27,9 +27,10 @@ from meshweave.ir.graph import (
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import is_even
 from meshweave.ir.traits import RANDOM
+from meshweave.ops.emit import Emitter
 from meshweave.ops.registry import result_specs, row_for
-from meshweave.place.assign import Assignment, Shard, follow_result
-from meshweave.place.over_time import CutOverTime, adds_number, as_sum, is_op
+from meshweave.place.assign import Assignment, follow_result
+from meshweave.place.over_time import CutOverTime, adds_number, as_sum, is_op, rule_over_time
 
 aten = torch.ops.aten
 _SUMS = ("loss", "metric", "grad")  # outputs that are added up over the microbatches
@@ -174,8 +175,7 @@ class _MicrobatchWriter:
             return self.scaled(aten.div.Scalar, self.values[value, self.whole(value)])
         operands, option = tensor_inputs(value), None
         if is_op(value) and isinstance(value.meta["spec"], Spec):
-            rule = row_for(value).rule(value)
-            option = follow_result(rule, wanted, list(map(spec_of, operands)), result_specs(value))
+            option = follow_result(rule_over_time(value), wanted, list(map(spec_of, operands)), result_specs(value))
         if option is None or option.results[0] != wanted:
             where = str(origin_of(value))
             raise NoCutError("an op needs its rows of a value of the whole batch", got=value.name, where=where)
@@ -188,23 +188,40 @@ class _MicrobatchWriter:
         args, kwargs = map_nodes(node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n)
         if not any(each.sharded_axes for each in (*chosen.operands, *chosen.results)):
             return self.call(node, args, kwargs, layout)
-        on_piece = row_for(node).on_piece
-        indexed = {factor for dim in on_piece.looked_up(node, row_for(node).rule(node)) for factor in dim}
-        is_indexed = any(isinstance(role, Shard) and role.factor in indexed for _, role in chosen.roles)
-        inner = [dim for at in (*chosen.operands, *chosen.results) for dim in at.dims[1:]]
-        is_whole = on_piece.in_chunks == "batch" and any(dim.axes for dim in inner)
+        shape_at = row_for(node).on_piece.shape_at
         if node.target in RANDOM:
             assert layout is not None
             size = list(self.local_shape(spec_of(node), layout))
             args = (*args[:3], size, [0] * len(size), size, *args[6:])
-        elif (is_indexed or is_whole or not on_piece.in_chunks) and node not in self.cut.averaged:
+        elif shape_at >= 0 and layout is not None:
+            args = (*args[:shape_at], list(self.local_shape(spec_of(node), layout)), *args[shape_at + 1 :])
+        elif node not in self.cut.averaged:
+            args, kwargs = self.on_piece(node, operands, args, kwargs, chosen)
+        return self.call(node, args, kwargs, layout)
+
+    def on_piece(
+        self, node: fx.Node, operands: Sequence[fx.Node], args: Any, kwargs: Any, chosen: Assignment
+    ) -> tuple[Any, Any]:
+        """The arguments of an op on the rows of a microbatch, as on a device's piece. A call with the place of the
+        piece is another for each microbatch."""
+        scratch, emit = fx.Graph(), Emitter((self.cut.mesh,), fx.Graph())
+        shadows = [scratch.placeholder(value.name) for value in operands]
+        for shadow, value, layout in zip(shadows, tensor_inputs(node), chosen.operands, strict=True):
+            shadow.meta.update(value.meta, layout=layout)
+        rest = iter(shadows)
+        copied = map_nodes(node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n)
+        shadow = scratch.create_node("call_function", node.target, *copied)
+        layouts, specs = iter(chosen.results), node.meta["spec"]
+        is_single = isinstance(specs, Spec)
+        shadow.meta.update(node.meta, layout=next(layouts) if is_single else [s and next(layouts) for s in specs])
+        local = row_for(node).on_piece.call(emit, shadow, operands, args, kwargs)
+        if emit.symbols or local.target is not node.target:
             raise NoCutError(
                 "an op depends on which rows of the batch it gets", got=node.name, where=str(origin_of(node))
             )
-        elif on_piece.shape_at >= 0 and layout is not None:
-            size = list(self.local_shape(spec_of(node), layout))
-            args = (*args[: on_piece.shape_at], size, *args[on_piece.shape_at + 1 :])
-        return self.call(node, args, kwargs, layout)
+        written = local.args, local.kwargs
+        local.args, local.kwargs = (), {}  # no longer a user of the microbatch's values
+        return written
 
     def call(self, node: fx.Node, args: Any, kwargs: Any, layout: Layout | None) -> fx.Node:
         local = self.graph.create_node("call_function", node.target, args, kwargs)
@@ -221,7 +238,7 @@ class _MicrobatchWriter:
 
     def local_shape(self, spec: Spec, layout: Layout) -> tuple[int, ...]:
         for d, dim in enumerate(layout.dims):
-            if dim.axes and not is_even(spec.shape[d], layout.parts(d), dim.unit):
+            if dim.axes and not is_even(spec.shape[d] // dim.stretches, layout.parts(d), dim.unit):
                 raise NoCutError(
                     "microbatches of different sizes", got=f"{spec.shape[d]} rows in {self.cut.mesh.num_devices}"
                 )
