@@ -61,10 +61,10 @@ class Run(fx.Interpreter):
         return KERNELS.get(target, target)(*args, **kwargs)
 
 
-def results(step: StepGraph, model: nn.Module, batch: Batch) -> dict[tuple[str, str], Tensor]:
+def results(step: StepGraph, model: nn.Module, batch: Batch, draw: int = 0) -> dict[tuple[str, str], Tensor]:
     def value(item: Input) -> Tensor:
         known = {"param": dict(model.named_parameters()), "buffer": dict(model.named_buffers())}
-        known |= {"constant": step.constants, "scalar": {"draw": torch.tensor(0)}}
+        known |= {"constant": step.constants, "scalar": {"draw": torch.tensor(draw)}}
         return known.get(item.kind, batch)[item.name].detach()  # type: ignore[attr-defined]
 
     values = Run(fx.GraphModule({}, step.graph)).run(*map(value, step.inputs))
@@ -81,7 +81,7 @@ def in_microbatches(
     total: dict[tuple[str, str], Tensor] = {}
     for index in range(number):
         rows = {name: x.chunk(number)[index] if name in cut.rows else x for name, x in batch.items()}
-        for key, value in results(parts.step, model, rows | ahead).items():
+        for key, value in results(parts.step, model, rows | ahead, index).items():
             total[key] = total[key] + value if key in total else value
     return total
 
@@ -97,6 +97,9 @@ def tokens(batch: Batch) -> Tensor:
 
 def per_row(out: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(out, batch["y"], reduction="none")
+
+
+FAR = torch.arange(ROWS).flip(0)
 
 
 def two_views(out: Tensor) -> Tensor:
@@ -132,6 +135,15 @@ EXACT: dict[str, tuple[Loss, int]] = {  # with the number of values that are nee
     "one view beside the other": (lambda o, b: two_views(torch.cat([o, o * b["w"][:, None]])), 0),
     "confusion": (lambda o, b: (o.mean(), {"m": confusion(o, b)}), 0),
     "mixture of means": (lambda o, b: torch.lerp(per_row(o, b).mean(), o.pow(2).mean(), 0.3), 0),
+    "positions": (lambda o, b: (o.sum(1) * torch.arange(float(ROWS), dtype=F64)).mean(), 0),
+    "ranks": (lambda o, b: (o.sum(1) * b["w"].argsort().argsort()).mean(), 0),
+    "rows of the batch by number": (lambda o, b: (o * b["x"][FAR, :CLASSES]).mean(), 1),
+    "rows with the same label": (lambda o, b: (o * (b["y"][:, None] == b["y"]).sum(1)[:, None]).mean(), 1),
+    "dropout": (lambda o, b: F.dropout(o.exp(), 0.3).mean(), 0),
+    "dropout of whole rows": (lambda o, b: (o.sum(1) * torch.rand(ROWS) * F.dropout(b["w"], 0.3)).mean(), 0),
+    "dropout of tokens before rows": (lambda o, b: F.dropout(o.view(ROWS, 2, 2).transpose(0, 1), 0.3).sum(), 0),
+    "noise in merged dims": (lambda o, b: (o.t().reshape(-1) * torch.rand(ROWS * CLASSES)).sum(), 0),
+    "each row at its label": (lambda o, b: o[torch.arange(ROWS), b["y"].clamp(min=-1)].mean(), 0),
     "the whole batch of labels": (lambda o, b: (o.sum(1) * (b["w"] / b["w"].max())).mean(), 1),
 }
 
@@ -226,14 +238,12 @@ def attends(out: Tensor, batch: Batch) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, keys, is_causal=True).sum()
 
 
-FAR = torch.arange(ROWS).flip(0)
 BY_NUMBER: dict[str, Loss] = {
     "index": lambda o, b: o[FAR].mean(),
     "index_select": lambda o, b: o.index_select(0, FAR).mean(),
     "gather": lambda o, b: o.gather(0, FAR[:, None].expand(ROWS, CLASSES)).mean(),
     "embedding": lambda o, b: F.embedding(FAR, o).sum(),
     "causal attention": attends,
-    "positions": lambda o, b: (o.sum(1) * torch.arange(float(ROWS), dtype=F64)).mean(),
 }
 
 

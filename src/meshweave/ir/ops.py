@@ -157,12 +157,12 @@ chance = define_op("chance")(random.chance)
 
 
 @uniform.register_fake
-def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
+def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], *_: Any) -> Tensor:
     return step.new_empty(size, dtype=torch.float32)
 
 
 @chance.register_fake
-def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], p: float) -> Tensor:
+def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], *_: Any) -> Tensor:
     return step.new_empty(size, dtype=torch.bool)
 
 

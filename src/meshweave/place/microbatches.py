@@ -14,6 +14,7 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import (
     Input,
+    Origin,
     Spec,
     StepGraph,
     erase_unused,
@@ -49,8 +50,9 @@ class Microbatches:
     ahead: StepGraph | None
 
 
-def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
-    """The step on a microbatch. Raises NoCutError if ops couple microbatches, or depend on which of them runs."""
+def microbatches_of(step: StepGraph, cut: CutOverTime, own_parts: int = 1) -> Microbatches:
+    """The step on a microbatch; of the rows of each of `own_parts` ranks it has a part. Raises NoCutError if ops couple
+    microbatches."""
     if cut.couplings:
         first = cut.couplings[0]
         got, where = f"{op_name(first.node.target)} of {op_name(first.value.target)}", str(origin_of(first.node))
@@ -59,10 +61,10 @@ def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
         raise NoCutError("no entry of the batch has rows", got="0 entries that forward reads", where="the batch")
     sources = {(item.kind, item.name): node for node, item in step.sources.items()}
     for (kind, name), node in step.results.items():
-        if kind == "buffer" and node is not sources[kind, name]:
+        if kind == "buffer" and node is not sources[kind, name] and node not in cut.ahead:
             raise NoCutError("forward changes a buffer in each microbatch", got=name, where=str(origin_of(node)))
     ahead = _ahead(step, cut) if cut.ahead else None
-    return Microbatches(_MicrobatchWriter(step, cut).run(), ahead)
+    return Microbatches(_MicrobatchWriter(step, cut, own_parts).run(), ahead)
 
 
 def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
@@ -83,18 +85,26 @@ def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
 class _MicrobatchWriter:
     step: StepGraph
     cut: CutOverTime
+    own_parts: int
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[tuple[fx.Node, Layout | None], fx.Node] = field(default_factory=dict)
+    errors: dict[fx.Node, NoCutError] = field(default_factory=dict)  # of values without a form on a microbatch
+    places: dict[tuple[int, str], fx.Node] = field(default_factory=dict)  # of a microbatch's rows, by their number
+    number: fx.Node | None = None  # of the microbatch, among all
     phase: str = "forward"  # of the node that is being written
 
     def run(self) -> StepGraph:
         inputs = [self.input(node, item) for node, item in self.step.sources.items()]
         inputs += [self.whole_value(value) for value in self.cut.ahead]
+        self.count()
         sums = {value for (kind, _), value in self.step.results.items() if kind in _SUMS}
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self.phase = origin_of(node).phase
-                self.node(node)
+                try:
+                    self.node(node)
+                except NoCutError as error:
+                    self.errors[node] = error  # for who needs it: of what is known ahead, nobody
             if node in sums:
                 self.result(node)
         results = [
@@ -154,6 +164,10 @@ class _MicrobatchWriter:
 
     def any_form(self, node: fx.Node) -> fx.Node:
         """A value as it is: after backward gradients are sums over all microbatches."""
+        if node in self.cut.ahead:
+            return self.values[node, self.whole(node)]
+        if node in self.errors:
+            raise self.errors[node]
         return self.values[node, self.cut.layouts.get(node)]
 
     def result(self, value: fx.Node) -> fx.Node:
@@ -170,9 +184,62 @@ class _MicrobatchWriter:
             local.meta["origin"] = replace(origin_of(local), phase=self.phase)
         return self.values[value, wanted]
 
+    def count(self) -> None:
+        """The runtime counts microbatches over all steps: random numbers are those of the step."""
+        for node, item in self.step.sources.items():
+            if (item.kind, item.name) == ("scalar", "draw"):
+                draw, parts = self.any_form(node), self.cut.mesh.num_devices
+                self.number = self.emit(aten.remainder.Scalar, (draw, parts), spec_of(draw))
+                step = self.emit(aten.floor_divide.default, (draw, parts), spec_of(draw))
+                self.values[node, self.cut.layouts[node]] = step
+
+    def emit(self, target: Any, args: Any, spec: Spec) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta.update(spec=spec, origin=Origin(self.phase))
+        return node
+
     def formed(self, value: fx.Node, wanted: Layout) -> fx.Node:
+        if value in self.errors and (value, self.whole(value)) not in self.values:
+            raise self.errors[value]
         if wanted.partial:  # each microbatch has its share of a value that all have
             return self.scaled(aten.div.Scalar, self.values[value, self.whole(value)])
+        try:
+            return self.computed(value, wanted)
+        except NoCutError:
+            if (value, self.whole(value)) not in self.values or self.number is None:
+                raise
+            return self.taken(self.values[value, self.whole(value)], wanted)
+
+    def taken(self, whole: fx.Node, wanted: Layout) -> fx.Node:
+        """The rows of a microbatch of a value of the whole batch, by their places in it."""
+        spec, (d, dim) = spec_of(whole), next((d, dim) for d, dim in enumerate(wanted.dims) if dim.axes)
+        self.local_shape(spec, wanted)
+        stretches, parts, size = dim.stretches * self.own_parts, self.cut.mesh.num_devices, spec.shape[d]
+        if size % (stretches * parts):
+            raise NoCutError("microbatches of different sizes", got=f"{size} rows in {stretches} x {parts}")
+        before, after, each = spec.shape[:d], spec.shape[d + 1 :], size // stretches
+        wide = Spec((*before, stretches, each, *after), spec.dtype)
+        rows = Spec((*before, stretches, each // parts, *after), spec.dtype)
+        own = Spec((*before, size // parts, *after), spec.dtype)
+        if stretches == 1:
+            return self.emit(aten.index_select.default, (whole, d, self.place(each // parts)), own)
+        view = self.emit(aten.view.default, (whole, list(wide.shape)), wide)
+        taken = self.emit(aten.index_select.default, (view, d + 1, self.place(each // parts)), rows)
+        return self.emit(aten.view.default, (taken, list(own.shape)), own)
+
+    def place(self, count: int) -> fx.Node:
+        """The places of the `count` rows of a microbatch."""
+        key = count, self.phase
+        if key not in self.places:
+            spec, one = Spec((count,), torch.int64), Spec((), torch.int64)
+            line = self.graph.call_function(aten.arange.start_step, (0, count, 1), {"dtype": torch.int64})
+            line.meta.update(spec=spec, origin=Origin(self.phase))
+            first = self.emit(aten.mul.Scalar, (self.number, count), one)
+            self.places[key] = self.emit(aten.add.Tensor, (line, first), spec)
+        return self.places[key]
+
+    def computed(self, value: fx.Node, wanted: Layout) -> fx.Node:
+        """A value of the whole batch, computed on rows."""
         operands, option = tensor_inputs(value), None
         if is_op(value) and isinstance(value.meta["spec"], Spec):
             option = follow_result(rule_over_time(value), wanted, list(map(spec_of, operands)), result_specs(value))
@@ -192,7 +259,9 @@ class _MicrobatchWriter:
         if node.target in RANDOM:
             assert layout is not None
             size = list(self.local_shape(spec_of(node), layout))
-            args = (*args[:3], size, [0] * len(size), size, *args[6:])
+            d, dim = next((d, dim) for d, dim in enumerate(layout.dims) if dim.axes)
+            cut = [d, self.cut.mesh.num_devices, dim.stretches * self.own_parts]
+            args = (*args[:3], size, [0] * len(size), size, *args[6:], self.number, cut)
         elif shape_at >= 0 and layout is not None:
             args = (*args[:shape_at], list(self.local_shape(spec_of(node), layout)), *args[shape_at + 1 :])
         elif node not in self.cut.averaged:

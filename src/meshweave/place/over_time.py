@@ -129,6 +129,7 @@ class _TimeCut:
         self.trained = with_ancestors(value for (kind, _), value in self.step.results.items() if kind != "metric")
 
     def run(self) -> CutOverTime:
+        sources = {(item.kind, item.name): node for node, item in self.step.sources.items()}
         for node, item in self.step.sources.items():
             rank = len(item.spec.shape)
             is_cut = item.kind == "batch" and item.name in self.rows
@@ -140,6 +141,10 @@ class _TimeCut:
         for node in self.step.graph.nodes:
             if is_op(node) and origin_of(node).phase in _PHASES:
                 self.op(node)
+        for (kind, name), value in self.step.results.items():
+            source = sources.get((kind, name))
+            if kind == "buffer" and value is not source and value not in self.coupled:
+                self.ahead |= dict.fromkeys(n for n in (source, value) if n is not None)
         lists = tuple(self.ahead), tuple(self.couplings), tuple(self.averaged)
         return CutOverTime(self.mesh, self.layouts, self.calls, self.rows, *lists)
 
