@@ -98,6 +98,30 @@ def test_zero_and_an_argument_of_a_call() -> None:
         assert len(steps[0]._compiled.variants.all) <= 3
 
 
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+def test_a_batch_that_the_number_does_not_divide(mesh: str) -> None:
+    """It is cut into more microbatches: the step is the same with any number."""
+    torch.manual_seed(1)
+    models = [nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.3), nn.Linear(6, CLASSES)).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    steps = [
+        mw.compile(
+            model,
+            loss=LOSSES["metrics"],
+            example=example(),
+            optimizer=torch.optim.SGD(model.parameters(), 0.5, momentum=0.9),
+            mesh=mesh,
+            forward=lambda m, b: m(b["x"]),
+            accumulate=number,
+        )
+        for model, number in zip(models, (1, 4), strict=True)
+    ]
+    for rows in (8, 6, 7, 8, 3):
+        batch = {name: x[:rows] if x.shape[:1] == (ROWS,) else x for name, x in example().items()}
+        assert steps[1](batch).item() == pytest.approx(steps[0](batch).item(), rel=1e-12)
+    assert [v.accumulate for v in steps[1]._compiled.variants.all] == [4, 6, 7, 3]
+
+
 def test_it_says_what_is_computed_ahead() -> None:
     torch.manual_seed(1)
     model = nn.Linear(5, CLASSES).double()
