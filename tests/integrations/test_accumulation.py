@@ -83,7 +83,7 @@ def by_lightning(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         "enable_model_summary": False,
     }
     trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, accumulate_grad_batches=MICROS, **quiet)
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=None))
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=None))  # type: ignore[arg-type]
 
 
 def by_torchtitan(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
