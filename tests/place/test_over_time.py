@@ -277,6 +277,27 @@ def test_a_metric_that_couples_rows_does_not_spoil_the_loss() -> None:
     assert summed["metric", "rms"].item() == pytest.approx(sum(x.pow(2).mean().sqrt().item() for x in halves) / 2)
 
 
+def test_a_metric_of_rows_and_whole_values() -> None:
+    """Each microbatch takes its rows, what is whole, and of sums its own times their number."""
+
+    def metrics(out: Tensor, batch: Batch) -> dict[str, Tensor]:
+        labels, zeros = batch["y"].clamp(min=0), torch.zeros(CLASSES, dtype=F64)
+        return {
+            "of classes": zeros.scatter_reduce(0, labels, out.sum(1), "amax", include_self=False).sum(),
+            "of means": torch.maximum(out.mean(), batch["w"].mean() - 0.4),
+        }
+
+    step, model = captured(lambda o, b: (F.cross_entropy(o, b["y"]), metrics(o, b)))
+    whole, summed = results(step, model, example()), in_microbatches(step, model, 2)
+    assert summed["loss", ""] == pytest.approx(whole["loss", ""].item(), abs=1e-13)
+    halves = [
+        {"y": y, "w": example()["w"], "x": x} for x, y in zip(*(example()[n].chunk(2) for n in "xy"), strict=True)
+    ]
+    each = [metrics(model(half["x"]), half) for half in halves]
+    for name in each[0]:
+        assert summed["metric", name].item() == pytest.approx(sum(values[name].item() for values in each) / 2), name
+
+
 def test_the_largest_is_no_sum() -> None:
     """That of a value of the parameters is a mean over microbatches, and named; that of the batch is known ahead."""
     step, model = captured(lambda o, b: (o.mean(), {"of rows": o.amax(), "of batch": b["w"].amax()}))

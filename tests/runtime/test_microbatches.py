@@ -44,6 +44,8 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Any]] = {
     "counts of classes": lambda o, b: F.cross_entropy(
         o, b["y"].clamp(min=0), weight=1.0 + F.one_hot(b["y"].clamp(min=0), CLASSES).sum(0).double()
     ),
+    "random": lambda o, b: (F.dropout(o.view(-1, 2, 2).transpose(0, 1), 0.5).sum((0, 2)) * torch.rand(ROWS)).mean(),
+    "places": lambda o, b: (o[torch.arange(ROWS), b["partner"]] * b["w"].flip(0) * torch.arange(ROWS)).mean(),
     "no rows": lambda o, b: F.cross_entropy(o @ b["prototypes"].t(), b["y"].clamp(min=0) + b["partner"]),
 }
 
@@ -153,6 +155,14 @@ def test_what_couples_microbatches_is_a_warning_or_an_error(caplog: pytest.LogCa
     assert losses[0] == pytest.approx(sum(halves) / 2)
     with pytest.raises(mw.CaptureError, match="means over microbatches") as error:
         trained(coupled, "dp=2", 2, run=mw.RunOptions(exact_microbatches=True))
+    assert "test_microbatches.py" in str(error.value)
+
+
+def test_an_error_says_why_neither_a_cut_nor_a_loop_runs() -> None:
+    with pytest.raises(mw.CaptureError, match="does not run on a microbatch by itself") as error:
+        trained(lambda o, b: F.cross_entropy(o @ o.t(), torch.arange(ROWS)), "dp=2", 2)
+    assert "aten.mm of aten.permute" in str(error.value)
+    assert "on a microbatch: " in str(error.value)
     assert "test_microbatches.py" in str(error.value)
 
 
