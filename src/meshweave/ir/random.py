@@ -73,8 +73,11 @@ class _Share:
         return torch.div(along, own, rounding_mode="floor") * (own * self.count) + self.part * own + along % own
 
 
-def _share(part: Tensor | None, cut: Sequence[int] | None) -> _Share | None:
-    return None if part is None or cut is None else _Share(part, *cut)
+def _share(step: Tensor, cut: Sequence[int] | None) -> tuple[Tensor, _Share | None]:
+    """The step, and the part of a microbatch, from the number of the microbatch among all."""
+    if cut is None:
+        return step, None
+    return torch.div(step, cut[1], rounding_mode="floor"), _Share(step % cut[1], *cut)
 
 
 def _index(
@@ -103,13 +106,13 @@ def uniform(
     shape: list[int],
     offset: list[int],
     size: list[int],
-    part: Tensor | None = None,
     cut: list[int] | None = None,
 ) -> Tensor:
     """float32 in [0, 1) for the box at `offset` of extent `size` in a tensor of global `shape`, by 24 bits of two
     rounds. `step`: 0-dim int64. `cut`: this tensor is a microbatch's part of another: a dim, the number of parts, and
-    in how many equal stretches of the dim each has a share; `part`: which one, 0-dim int64."""
-    index = _index(shape, offset, size, step.device, _share(part, cut))
+    in how many equal stretches of the dim each has a share; `step` then counts microbatches."""
+    step, share = _share(step, cut)
+    index = _index(shape, offset, size, step.device, share)
     bits = _mix(_mix(index * _GOLDEN + _key(step, seed, call)))
     return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
@@ -122,18 +125,16 @@ def chance(
     offset: list[int],
     size: list[int],
     p: float,
-    part: Tensor | None = None,
     cut: list[int] | None = None,
 ) -> Tensor:
     """bool, True with probability `p`, for such a box."""
     if not 0.0 < p < 1.0:
         return torch.full(list(size), p >= 1.0, device=step.device)
-    share = _share(part, cut)
-    if share is not None and share.dim == len(shape) - 1:  # elements of a row share words
-        wide = shape[-1] * share.count
-        rows = chance(step, seed, call, [*shape[:-1], wide], [*offset[:-1], 0], [*size[:-1], wide], p)
-        at = torch.arange(offset[-1], offset[-1] + size[-1], device=step.device)
-        return rows.index_select(share.dim, share.places(at, shape[-1]))
+    step, share = _share(step, cut)
+    if share is not None and share.dim == len(shape) - 1:  # elements of a row share words: draw whole rows
+        wide, places = shape[-1] * share.count, torch.arange(offset[-1], offset[-1] + size[-1], device=step.device)
+        drawn = chance(step, seed, call, [*shape[:-1], wide], [*offset[:-1], 0], [*size[:-1], wide], p)
+        return drawn.index_select(share.dim, share.places(places, shape[-1]))
     last, device, key = (size[-1] if size else 1), step.device, _key(step, seed, call)
     bits, threshold = _threshold(p)
     per_word = 32 // bits

@@ -181,7 +181,7 @@ class _MicrobatchWriter:
         """A value of the whole step in a layout over time."""
         if (value, wanted) not in self.values:
             self.values[value, wanted] = local = self.formed(value, wanted)
-            local.meta["origin"] = replace(origin_of(local), phase=self.phase)
+            local.meta["origin"] = replace(origin_of(value), phase=self.phase)
         return self.values[value, wanted]
 
     def count(self) -> None:
@@ -231,10 +231,10 @@ class _MicrobatchWriter:
         """The places of the `count` rows of a microbatch."""
         key = count, self.phase
         if key not in self.places:
-            spec, one = Spec((count,), torch.int64), Spec((), torch.int64)
+            spec = Spec((count,), torch.int64)
             line = self.graph.call_function(aten.arange.start_step, (0, count, 1), {"dtype": torch.int64})
             line.meta.update(spec=spec, origin=Origin(self.phase))
-            first = self.emit(aten.mul.Scalar, (self.number, count), one)
+            first = self.emit(aten.mul.Scalar, (self.number, count), Spec((), torch.int64))
             self.places[key] = self.emit(aten.add.Tensor, (line, first), spec)
         return self.places[key]
 
@@ -261,7 +261,9 @@ class _MicrobatchWriter:
             size = list(self.local_shape(spec_of(node), layout))
             d, dim = next((d, dim) for d, dim in enumerate(layout.dims) if dim.axes)
             cut = [d, self.cut.mesh.num_devices, dim.stretches * self.own_parts]
-            args = (*args[:3], size, [0] * len(size), size, *args[6:], self.number, cut)
+            step = self.emit(aten.mul.Scalar, (args[0], self.cut.mesh.num_devices), spec_of(args[0]))
+            step = self.emit(aten.add.Tensor, (step, self.number), spec_of(step))
+            args = (step, *args[1:3], size, [0] * len(size), size, *args[6:], cut)
         elif shape_at >= 0 and layout is not None:
             args = (*args[:shape_at], list(self.local_shape(spec_of(node), layout)), *args[shape_at + 1 :])
         elif node not in self.cut.averaged:
