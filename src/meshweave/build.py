@@ -119,7 +119,7 @@ def build_program(
     resolved = resolve(target.plan, source.model, mesh, *(() if pipeline is None else (pipeline.stages,)))
     known = None if like is None else like.contract
     capture = partial(capture_source, replace(source, hooks=pinning(resolved)), optimizer=optimizer, like=known)
-    step = capture_microbatch(capture, example, options)
+    step = capture_microbatch(capture, example, options, target.own_parts)
     captured, contract = step.captured, step.contract
     if target.own_parts > 1:
         check_own_rows(captured, target.own_parts)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from meshweave.capture.batch import Batch
@@ -15,8 +14,8 @@ from meshweave.capture.step import CaptureOptions
 from meshweave.errors import CaptureError, RuleError
 from meshweave.ir.graph import StepGraph, origin_of
 from meshweave.ir.verify import verify_step
-from meshweave.place.microbatches import NoCutError, microbatches_of
-from meshweave.place.over_time import cut_over_time
+from meshweave.place.microbatches import Microbatches, NoCutError, microbatches_of
+from meshweave.place.over_time import CutOverTime, cut_over_time
 from meshweave.place.row_lookups import check_rows_in_time
 
 _NOTES = logging.getLogger("meshweave")
@@ -38,8 +37,9 @@ class MicrobatchStep:
     coupling: str = ""
 
 
-def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) -> MicrobatchStep:
-    """The step on a microbatch of `example`, of which there are `options.accumulate`.
+def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions, own_parts: int = 1) -> MicrobatchStep:
+    """The step on a microbatch of `example`, of which there are `options.accumulate`. The example has the rows of
+    `own_parts` ranks, and a microbatch a part of each rank's.
 
     `capture(example=, options=)` captures a step. The sums over microbatches of loss, metrics and gradients are those
     of the whole batch; else a warning says what couples microbatches, or a CaptureError with `exact_microbatches`.
@@ -51,11 +51,9 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
         whole, contract = capture(example=example, options=replace(options, is_whole=True))
         cut = cut_over_time(verify_step(whole), options.accumulate)
         rows = cut.rows or None
-        check_rows_in_time(whole, cut.rows, options.accumulate)
-        parts = microbatches_of(whole, cut)
+        parts = _cut_or_error(whole, cut, options.accumulate, own_parts)
     except (NoCutError, RuleError, CaptureError) as error:
-        micro = Batch.of(example).micros(options.accumulate, rows)[0]
-        return _loop(partial(capture, example=micro, options=options), rows, error, options)
+        return _loop(capture, example, rows, error, options)
     if cut.averaged:
         lines = ", ".join(sorted({str(origin_of(node)) for node in cut.averaged}))
         _NOTES.warning(
@@ -66,23 +64,42 @@ def capture_microbatch(capture: Capture, example: Any, options: CaptureOptions) 
     return MicrobatchStep(parts.step, contract, cut.rows, ahead)
 
 
-def _loop(
-    capture: Capture, rows: frozenset[str] | None, error: NoCutError | RuleError | CaptureError, options: CaptureOptions
-) -> MicrobatchStep:
-    """Each microbatch as a batch of its own, because of `error`. Raises CaptureError where that cannot run either."""
+def _cut_or_error(whole: StepGraph, cut: CutOverTime, accumulate: int, own_parts: int) -> Microbatches:
+    """The step on a microbatch. Raises PlanError where neither it nor a loop would be right: rows by their number."""
     try:
-        captured = capture()
-    except CaptureError as alone:
-        if isinstance(error, CaptureError):  # what is wrong with the model itself is wrong with a microbatch, too
-            raise
-        raise CaptureError(
-            "the step cannot be cut into microbatches, and does not run on a microbatch by itself",
-            where=error.where,
-            got=f"{error.what} ({error.got}); on a microbatch: {alone.got}",
-            expected="ops that take row by row, or sums over rows",
-            hint="accumulate=1",
-        ) from alone
-    return MicrobatchStep(*captured, rows=rows, coupling=_coupling(error, options))
+        return microbatches_of(whole, cut, own_parts)
+    except NoCutError:
+        check_rows_in_time(whole, cut.rows, accumulate)
+        raise
+
+
+def _loop(
+    capture: Capture,
+    example: Any,
+    rows: frozenset[str] | None,
+    error: NoCutError | RuleError | CaptureError,
+    options: CaptureOptions,
+) -> MicrobatchStep:
+    """Each microbatch as a batch of its own, because of `error`: of the entries `rows`, or, if an op without a rule for
+    rows is between them, of all with as many rows. Raises CaptureError where neither can run."""
+    failures: list[CaptureError] = []
+    for names in dict.fromkeys((rows, None)):
+        try:
+            micro = Batch.of(example).micros(options.accumulate, names)[0]
+            return MicrobatchStep(
+                *capture(example=micro, options=options), rows=names, coupling=_coupling(error, options)
+            )
+        except CaptureError as alone:
+            if isinstance(error, CaptureError) or alone.__cause__ is error:  # wrong with the model, or asked for
+                raise
+            failures.append(alone)
+    raise CaptureError(
+        "the step cannot be cut into microbatches, and does not run on a microbatch by itself",
+        where=error.where,
+        got=f"{error.what} ({error.got}); on a microbatch: {failures[0].got}",
+        expected="ops that take row by row, or sums over rows",
+        hint="accumulate=1",
+    ) from failures[0]
 
 
 def _coupling(error: NoCutError | RuleError | CaptureError, options: CaptureOptions) -> str:

@@ -152,6 +152,8 @@ class Variants:
 
     def _choose(self, batch: Batch, part: Part, accumulate: int) -> Variant:
         check_microbatches(accumulate)
+        if self.first.program.is_sum:  # the same step with any number of microbatches
+            accumulate = batch.parts_from(accumulate, self.first.program.rows)
         batch = self._with_numbers(batch)
         key = self.guards.check(batch)
         fitting = [v for v in self._alike(part, accumulate) if v.fits(batch, self.is_local)]

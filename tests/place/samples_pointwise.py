@@ -45,6 +45,7 @@ POINTWISE = [
     sample(aten.remainder.Scalar, I(5, 4, high=20), 3),
     sample(aten.div.Tensor_mode, I(5, 4, high=20), 3, rounding_mode="floor"),
     sample(aten.lerp.Scalar, F(5, 4), F(5, 4), 0.5),
+    sample(aten.lerp.Tensor, F(5, 4), F(5, 4), F(5, 4)),
     sample(aten.addcmul.default, F(5, 4), F(5, 1), F(4), value=2),
     sample(aten.masked_fill.Scalar, F(5, 4), B(5, 1), -7.0),
     sample(aten.atan2.default, R(5, 4), P(4), exact=False),

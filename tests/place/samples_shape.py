@@ -32,7 +32,9 @@ VIEWS = [
 STRETCHES = [
     sample(aten.slice.Tensor, F(5, 6), 1, 1, 4),
     sample(aten.slice.Tensor, F(5, 6), -2, 0, 5, 2),
+    sample(aten.slice.Tensor, F(5, 6), 1, 1, 6, 3),
     sample(aten.slice_scatter.default, F(5, 6), F(5, 2), 1, 2, 4),
+    sample(aten.slice_scatter.default, F(5, 6), F(5, 3), 1, 1, 6, 2),
     sample(aten.slice_scatter.default, F(5, 6), F(2, 6), 0, 1, 3),
     sample(aten.slice_scatter.default, F(5, 6), F(5, 6)),
     sample(aten.cat.default, [F(5, 2), F(5, 3)], 1),

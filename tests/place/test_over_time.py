@@ -57,34 +57,37 @@ def captured(loss: Loss, norm: bool = False) -> tuple[StepGraph, nn.Module]:
 
 class Run(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        target = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
         return KERNELS.get(target, target)(*args, **kwargs)
 
 
-def results(step: StepGraph, model: nn.Module, batch: Batch) -> dict[tuple[str, str], Tensor]:
+def results(step: StepGraph, model: nn.Module, batch: Batch, draw: int = 0) -> dict[tuple[str, str], Tensor]:
     def value(item: Input) -> Tensor:
         known = {"param": dict(model.named_parameters()), "buffer": dict(model.named_buffers())}
-        known |= {"constant": step.constants, "scalar": {"draw": torch.tensor(0)}}
+        known |= {"constant": step.constants, "scalar": {"draw": torch.tensor(draw)}}
         return known.get(item.kind, batch)[item.name].detach()  # type: ignore[attr-defined]
 
     values = Run(fx.GraphModule({}, step.graph)).run(*map(value, step.inputs))
     return dict(zip(step.outputs, values, strict=True))
 
 
-def in_microbatches(step: StepGraph, model: nn.Module, number: int) -> dict[tuple[str, str], Tensor]:
+def in_microbatches(
+    step: StepGraph, model: nn.Module, number: int, batch: Batch | None = None
+) -> dict[tuple[str, str], Tensor]:
     """The sums over microbatches of loss, metrics and gradients."""
     cut = cut_over_time(step, number)
-    parts, batch = microbatches_of(step, cut), example()
+    parts, batch = microbatches_of(step, cut), batch or example()
     ahead = {name: x for (_, name), x in results(parts.ahead, model, batch).items()} if parts.ahead else {}
     total: dict[tuple[str, str], Tensor] = {}
     for index in range(number):
         rows = {name: x.chunk(number)[index] if name in cut.rows else x for name, x in batch.items()}
-        for key, value in results(parts.step, model, rows | ahead).items():
+        for key, value in results(parts.step, model, rows | ahead, index).items():
             total[key] = total[key] + value if key in total else value
     return total
 
 
-def error_of(step: StepGraph, model: nn.Module, number: int) -> float:
-    whole, summed = results(step, model, example()), in_microbatches(step, model, number)
+def error_of(step: StepGraph, model: nn.Module, number: int, batch: Batch | None = None) -> float:
+    whole, summed = results(step, model, batch or example()), in_microbatches(step, model, number, batch)
     return max(float((summed[key] - value).abs().max()) for key, value in whole.items() if key[0] != "buffer")
 
 
@@ -94,6 +97,19 @@ def tokens(batch: Batch) -> Tensor:
 
 def per_row(out: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(out, batch["y"], reduction="none")
+
+
+FAR = torch.arange(ROWS).flip(0)
+
+
+def two_views(out: Tensor) -> Tensor:
+    first, second = out.chunk(2)
+    return -F.cosine_similarity(first, second.detach()).mean() + (out[:ROWS] - out[ROWS:]).pow(2).mean()
+
+
+def confusion(out: Tensor, batch: Batch) -> Tensor:
+    at = (batch["y"].clamp(min=0) * CLASSES + out.argmax(1), torch.ones(ROWS, dtype=torch.long))
+    return torch.zeros(CLASSES, CLASSES, dtype=torch.long).view(-1).index_add(0, *at).view(CLASSES, CLASSES).trace()
 
 
 EXACT: dict[str, tuple[Loss, int]] = {  # with the number of values that are needed ahead
@@ -115,8 +131,73 @@ EXACT: dict[str, tuple[Loss, int]] = {  # with the number of values that are nee
     "two heads": (lambda o, b: F.cross_entropy(o, b["y"]) + 0.1 * o.logsumexp(1).pow(2).mean(), 1),
     "an entry that is no rows": (lambda o, b: F.cross_entropy(o @ b["prototypes"].t(), tokens(b).long()), 1),
     "metrics": (lambda o, b: (F.cross_entropy(o, b["y"]), {"right": (o.argmax(1) == b["y"]).sum()}), 1),
+    "rows beside rows": (lambda o, b: F.cross_entropy(torch.cat([o, o.tanh()]), b["y"].repeat(2)), 1),
+    "one view beside the other": (lambda o, b: two_views(torch.cat([o, o * b["w"][:, None]])), 0),
+    "confusion": (lambda o, b: (o.mean(), {"m": confusion(o, b)}), 0),
+    "mixture of means": (lambda o, b: torch.lerp(per_row(o, b).mean(), o.pow(2).mean(), 0.3), 0),
+    "positions": (lambda o, b: (o.sum(1) * torch.arange(float(ROWS), dtype=F64)).mean(), 0),
+    "ranks": (lambda o, b: (o.sum(1) * b["w"].argsort().argsort()).mean(), 0),
+    "rows of the batch by number": (lambda o, b: (o * b["x"][FAR, :CLASSES]).mean(), 1),
+    "rows with the same label": (lambda o, b: (o * (b["y"][:, None] == b["y"]).sum(1)[:, None]).mean(), 1),
+    "dropout": (lambda o, b: F.dropout(o.exp(), 0.3).mean(), 0),
+    "dropout of whole rows": (lambda o, b: (o.sum(1) * torch.rand(ROWS) * F.dropout(b["w"], 0.3)).mean(), 0),
+    "dropout of tokens before rows": (lambda o, b: F.dropout(o.view(ROWS, 2, 2).transpose(0, 1), 0.3).sum(), 0),
+    "noise in merged dims": (lambda o, b: (o.t().reshape(-1) * torch.rand(ROWS * CLASSES)).sum(), 0),
+    "each row at its label": (lambda o, b: o[torch.arange(ROWS), b["y"].clamp(min=-1)].mean(), 0),
     "the whole batch of labels": (lambda o, b: (o.sum(1) * (b["w"] / b["w"].max())).mean(), 1),
 }
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, groups=4), nn.MaxPool2d(2)
+        )
+        self.up = nn.Sequential(nn.ConvTranspose2d(4, 2, 2), nn.Upsample(scale_factor=2), nn.Flatten())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.up(self.layers(x[:, None]))
+        return out
+
+
+class Tokens(nn.Module):
+    """Layers that work on [tokens, rows, features], whatever they get."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        logits: Tensor = self.last((out[0] if isinstance(out, tuple) else out).transpose(0, 1))
+        return logits
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "images": Images,
+    "attention": lambda: Tokens(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)),
+    "gru": lambda: Tokens(nn.GRU(6, 6, batch_first=True)),
+    "lstm": lambda: Tokens(nn.LSTM(6, 6, num_layers=2, batch_first=True)),
+}
+
+
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_in_microbatches(name: str, number: int) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    batch = {"x": torch.randn(ROWS, 6, 6, dtype=F64), "y": torch.randint(0, CLASSES, (ROWS, 6))}
+
+    def loss(out: Tensor, batch: Batch) -> Tensor:
+        if out.dim() == 2:
+            return out.pow(2).mean()
+        return F.cross_entropy(out.reshape(-1, CLASSES), batch["y"].t().reshape(-1))  # tokens before rows
+
+    step, _ = capture_source(StepSource(model, loss, lambda m, b: m(b["x"])), batch, None, CaptureOptions())
+    assert error_of(step, model, number, batch) < 1e-12
+
+
 COUPLED: dict[str, tuple[Loss, str]] = {  # with the op that needs other rows
     "logarithm of a mean": (lambda o, b: o.exp().mean().log(), "aten.log"),
     "product of two means": (lambda o, b: (o.mean(0) * o.pow(2).mean(0)).sum(), "aten.mul.Tensor"),
@@ -135,6 +216,12 @@ def test_what_is_linear_in_the_rows_is_exact(name: str, number: int) -> None:
     assert error_of(step, model, number) < 1e-13
 
 
+def test_pairs_of_neighbouring_rows() -> None:
+    step, model = captured(lambda o, b: F.logsigmoid((o[::2] - o[1::2]).sum(1)).mean())
+    assert error_of(step, model, 3) < 1e-13
+    assert cut_over_time(step, 4).couplings  # 3 rows are no pairs
+
+
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_couples_rows_is_named(name: str) -> None:
     loss, op = COUPLED[name]
@@ -151,14 +238,12 @@ def attends(out: Tensor, batch: Batch) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, keys, is_causal=True).sum()
 
 
-FAR = torch.arange(ROWS).flip(0)
 BY_NUMBER: dict[str, Loss] = {
     "index": lambda o, b: o[FAR].mean(),
     "index_select": lambda o, b: o.index_select(0, FAR).mean(),
     "gather": lambda o, b: o.gather(0, FAR[:, None].expand(ROWS, CLASSES)).mean(),
     "embedding": lambda o, b: F.embedding(FAR, o).sum(),
     "causal attention": attends,
-    "positions": lambda o, b: (o.sum(1) * torch.arange(float(ROWS), dtype=F64)).mean(),
 }
 
 
@@ -190,6 +275,27 @@ def test_a_metric_that_couples_rows_does_not_spoil_the_loss() -> None:
     halves = [model(x) for x in example()["x"].chunk(2)]
     assert summed["metric", "largest"].item() == pytest.approx(sum(x.max().item() for x in halves) / 2)
     assert summed["metric", "rms"].item() == pytest.approx(sum(x.pow(2).mean().sqrt().item() for x in halves) / 2)
+
+
+def test_a_metric_of_rows_and_whole_values() -> None:
+    """Each microbatch takes its rows, what is whole, and of sums its own times their number."""
+
+    def metrics(out: Tensor, batch: Batch) -> dict[str, Tensor]:
+        labels, zeros = batch["y"].clamp(min=0), torch.zeros(CLASSES, dtype=F64)
+        return {
+            "of classes": zeros.scatter_reduce(0, labels, out.sum(1), "amax", include_self=False).sum(),
+            "of means": torch.maximum(out.mean(), batch["w"].mean() - 0.4),
+        }
+
+    step, model = captured(lambda o, b: (F.cross_entropy(o, b["y"]), metrics(o, b)))
+    whole, summed = results(step, model, example()), in_microbatches(step, model, 2)
+    assert summed["loss", ""] == pytest.approx(whole["loss", ""].item(), abs=1e-13)
+    halves = [
+        {"y": y, "w": example()["w"], "x": x} for x, y in zip(*(example()[n].chunk(2) for n in "xy"), strict=True)
+    ]
+    each = [metrics(model(half["x"]), half) for half in halves]
+    for name in each[0]:
+        assert summed["metric", name].item() == pytest.approx(sum(values[name].item() for values in each) / 2), name
 
 
 def test_the_largest_is_no_sum() -> None:

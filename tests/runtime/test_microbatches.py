@@ -44,6 +44,8 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Any]] = {
     "counts of classes": lambda o, b: F.cross_entropy(
         o, b["y"].clamp(min=0), weight=1.0 + F.one_hot(b["y"].clamp(min=0), CLASSES).sum(0).double()
     ),
+    "random": lambda o, b: (F.dropout(o.view(-1, 2, 2).transpose(0, 1), 0.5).sum((0, 2)) * torch.rand(ROWS)).mean(),
+    "places": lambda o, b: (o[torch.arange(ROWS), b["partner"]] * b["w"].flip(0) * torch.arange(ROWS)).mean(),
     "no rows": lambda o, b: F.cross_entropy(o @ b["prototypes"].t(), b["y"].clamp(min=0) + b["partner"]),
 }
 
@@ -98,6 +100,30 @@ def test_zero_and_an_argument_of_a_call() -> None:
         assert len(steps[0]._compiled.variants.all) <= 3
 
 
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2"])
+def test_a_batch_that_the_number_does_not_divide(mesh: str) -> None:
+    """It is cut into more microbatches: the step is the same with any number."""
+    torch.manual_seed(1)
+    models = [nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.3), nn.Linear(6, CLASSES)).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    steps = [
+        mw.compile(
+            model,
+            loss=LOSSES["metrics"],
+            example=example(),
+            optimizer=torch.optim.SGD(model.parameters(), 0.5, momentum=0.9),
+            mesh=mesh,
+            forward=lambda m, b: m(b["x"]),
+            accumulate=number,
+        )
+        for model, number in zip(models, (1, 4), strict=True)
+    ]
+    for rows in (8, 6, 7, 8, 3):
+        batch = {name: x[:rows] if x.shape[:1] == (ROWS,) else x for name, x in example().items()}
+        assert steps[1](batch).item() == pytest.approx(steps[0](batch).item(), rel=1e-12)
+    assert [v.accumulate for v in steps[1]._compiled.variants.all] == [4, 6, 7, 3]
+
+
 def test_it_says_what_is_computed_ahead() -> None:
     torch.manual_seed(1)
     model = nn.Linear(5, CLASSES).double()
@@ -129,6 +155,14 @@ def test_what_couples_microbatches_is_a_warning_or_an_error(caplog: pytest.LogCa
     assert losses[0] == pytest.approx(sum(halves) / 2)
     with pytest.raises(mw.CaptureError, match="means over microbatches") as error:
         trained(coupled, "dp=2", 2, run=mw.RunOptions(exact_microbatches=True))
+    assert "test_microbatches.py" in str(error.value)
+
+
+def test_an_error_says_why_neither_a_cut_nor_a_loop_runs() -> None:
+    with pytest.raises(mw.CaptureError, match="does not run on a microbatch by itself") as error:
+        trained(lambda o, b: F.cross_entropy(o @ o.t(), torch.arange(ROWS)), "dp=2", 2)
+    assert "aten.mm of aten.permute" in str(error.value)
+    assert "on a microbatch: " in str(error.value)
     assert "test_microbatches.py" in str(error.value)
 
 

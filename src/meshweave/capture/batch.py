@@ -81,6 +81,11 @@ class Batch:
         rows = self._rows(parts, names)
         return {name: (shape[0] // parts, *shape[1:]) if name in rows else shape for name, shape in self.shapes}
 
+    def parts_from(self, parts: int, names: Collection[str] | None = None) -> int:
+        """The least number of equal microbatches that is not below `parts`; one for each row if there are fewer."""
+        size = batch_size(shape for name, shape in self.shapes if names is None or name in names) or 0
+        return next((n for n in range(parts, size) if size % n == 0), size or parts)
+
     def _rows(self, parts: int, names: Collection[str] | None) -> Collection[str]:
         """The names of the tensors that microbatches cut. Raises PlanError if the batch does not divide."""
         check_microbatches(parts)
@@ -90,7 +95,8 @@ class Batch:
                 "the batch does not divide into microbatches",
                 got=f"batch size {size}, accumulate={parts}",
                 expected=f"a batch size that {parts} divides",
-                hint="another number for this batch: step(batch, accumulate=1); or drop_last=True in the DataLoader",
+                hint=f"another number for this batch: step(batch, accumulate={self.parts_from(parts, names)}), the same"
+                " step unless a warning says what couples microbatches; or drop_last=True in the DataLoader",
             )
         return names if names is not None else [name for name, shape in self.shapes if shape[:1] == (size,)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -267,6 +268,56 @@ def _attention_backward(
     return r.emit(torch.ops.meshweave.attention_backward.default, args, {}, spec)
 
 
+def _index(r: Normalizer, spec: Spec, x: fx.Node, indices: Sequence[Any]) -> fx.Node:
+    """x[arange(rows), i]: each row at an index of its own, as a gather, which needs no other rows."""
+    at = _index_of_rows(r, x, indices)
+    if at is None:
+        return r.emit(aten.index.Tensor, (x, indices), {}, spec)
+    own = Spec(spec_of(at).shape, spec.dtype)
+    return r.view(r.emit(aten.gather.default, (x, 1, at), {}, own), spec.shape)
+
+
+def _index_put(
+    r: Normalizer, spec: Spec, x: fx.Node, indices: Sequence[Any], values: fx.Node, accumulate: bool = False
+) -> fx.Node:
+    at = _index_of_rows(r, x, indices)
+    if at is None:
+        return r.emit(aten.index_put.default, (x, indices, values, *([True] if accumulate else [])), {}, spec)
+    shape = torch.broadcast_shapes(*(spec_of(i).shape for i in indices)) + spec.shape[2:]
+    if spec_of(values).shape != shape:
+        values = r.emit(aten.expand.default, (values, list(shape)), {}, Spec(tuple(shape), spec.dtype))
+    target = aten.scatter_add.default if accumulate else aten.scatter.src
+    return r.emit(target, (x, 1, at, r.view(values, spec_of(at).shape)), {}, spec)
+
+
+def _index_of_rows(r: Normalizer, x: fx.Node, indices: Sequence[Any]) -> fx.Node | None:
+    """The index i of x[arange(rows), i] for a gather: [rows, positions, ...], from 0 on. None for other indices."""
+    shape = spec_of(x).shape
+    if len(indices) != 2 or None in indices or spec_of(indices[1]).dtype not in (torch.int32, torch.int64):
+        return None
+    rows, at = indices
+    wide = torch.broadcast_shapes(*(spec_of(i).shape for i in indices))
+    own, source = spec_of(rows).shape, rows.args[0] if rows.target is aten.view.default else rows
+    if own != (shape[0], *(1 for _ in wide[1:])) or source.target is not aten.arange.start_step:
+        return None
+    if source.args != (0, shape[0], 1):
+        return None
+    old = Spec(spec_of(at).shape, torch.int64)
+    if spec_of(at).dtype != torch.int64:
+        at = r.emit(aten._to_copy.default, (at,), {"dtype": torch.int64}, old)
+    is_from_end = r.emit(aten.lt.Scalar, (at, 0), {}, Spec(old.shape, torch.bool))
+    at = r.emit(aten.where.self, (is_from_end, r.emit(aten.add.Tensor, (at, shape[1]), {}, old), at), {}, old)
+    if old.shape != wide:
+        at = r.emit(aten.expand.default, (at, list(wide)), {}, Spec(tuple(wide), torch.int64))
+    at = r.view(at, (shape[0], prod(wide[1:]), *(1 for _ in shape[2:])))
+    every = (*spec_of(at).shape[:2], *shape[2:])
+    return (
+        at
+        if every == spec_of(at).shape
+        else r.emit(aten.expand.default, (at, list(every)), {}, Spec(every, torch.int64))
+    )
+
+
 _RESHAPES = aten_ops(
     "view _unsafe_view reshape unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints view_copy unsqueeze_copy "
     "squeeze_copy.dim _reshape_copy"
@@ -282,6 +333,8 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     aten.copy.default: _copy,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
+    aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
     aten.cat.default: _cat,
     **dict.fromkeys(_ZEROS, _full(0)),
     **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), _full(1)),

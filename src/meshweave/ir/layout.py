@@ -21,11 +21,14 @@ class DimSharding:
 
     The unit is 1 for ordinary dims. A dim that a view merged from (heads, head_dim) and that is sharded by heads has
     unit head_dim, so that 3 heads on 2 devices give pieces of 2 and 1 whole heads. A dim that no axis cuts has unit 1.
+    `stretches`: the dim is so many equal stretches, and a piece has its part of each (rows in a dim that a view merged
+    from (tokens, rows)); only a batch cut over time has such pieces, devices have not.
     Raises LayoutError for a unit below 1.
     """
 
     axes: tuple[str, ...] = ()
     unit: int = 1
+    stretches: int = 1
 
     def __post_init__(self) -> None:
         if self.unit < 1:
@@ -39,7 +42,8 @@ class DimSharding:
             object.__setattr__(self, "unit", 1)
 
     def __str__(self) -> str:
-        return "{" + ",".join(self.axes) + "}" + (f"x{self.unit}" if self.axes and self.unit != 1 else "")
+        text = "{" + ",".join(self.axes) + "}" + (f"x{self.unit}" if self.axes and self.unit != 1 else "")
+        return text if self.stretches == 1 else f"{self.stretches}*{text}"
 
 
 WHOLE = DimSharding()
@@ -194,7 +198,8 @@ class Layout:
         for size, dim in zip(shape, self.dims, strict=True):
             axes = tuple(axis for axis in dim.axes if self.mesh.size(axis) > 1)
             parts = [self.mesh.size(axis) for axis in axes]
-            dims.append(DimSharding(axes, dim.unit if unit_matters(size, parts, dim.unit) else 1))
+            unit = dim.unit if unit_matters(size // dim.stretches, parts, dim.unit) else 1
+            dims.append(DimSharding(axes, unit, dim.stretches))
         partial = tuple(p for p in self.partial if self.mesh.size(p[0]) > 1)
         owned = tuple(entry for entry in self.owned if self.mesh.size(entry[0]) > 1)
         if (tuple(dims), partial, owned) == (self.dims, self.partial, self.owned):
@@ -261,8 +266,8 @@ class Layout:
         """Shape of the largest piece, that of the device at coordinate 0 of every axis. Of owned rows it is an equal
         share: the load is assumed to be balanced."""
         pieces = [
-            largest_chunk(size, self.parts(d), self.dims[d].unit) if self.dims[d].axes else size
-            for d, size in enumerate(shape)
+            largest_chunk(size // dim.stretches, self.parts(d), dim.unit) * dim.stretches if dim.axes else size
+            for d, (size, dim) in enumerate(zip(shape, self.dims, strict=True))
         ]
         for dim in self.owned_dims if self.owned else ():
             shares = prod(self.mesh.size(axis) for axis, d, _ in self.owned if d == dim)

@@ -88,9 +88,10 @@ def unmoved(value: fx.Node) -> fx.Node:
 
 
 def is_zeros(value: Any) -> bool:
-    """Whether a value is a tensor of zeros, possibly moved."""
-    root = unmoved(value) if isinstance(value, fx.Node) else None
-    return root is not None and root.target is aten.full.default and bool(root.args[1] == 0)
+    """Whether a value is a tensor of zeros, possibly moved or viewed."""
+    while isinstance(value, fx.Node) and value.target in (move, aten.view.default, aten.expand.default):
+        value = value.args[0]
+    return isinstance(value, fx.Node) and value.target is aten.full.default and bool(value.args[1] == 0)
 
 
 @define_op("pin")
@@ -156,12 +157,12 @@ chance = define_op("chance")(random.chance)
 
 
 @uniform.register_fake
-def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
+def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], *_: Any) -> Tensor:
     return step.new_empty(size, dtype=torch.float32)
 
 
 @chance.register_fake
-def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], p: float) -> Tensor:
+def _(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], *_: Any) -> Tensor:
     return step.new_empty(size, dtype=torch.bool)
 
 

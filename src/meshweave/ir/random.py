@@ -9,6 +9,7 @@ element.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,35 +58,88 @@ def _key(step: Tensor, seed: int, call: int) -> Tensor | int:
     return _mix(_mix(_mix(step.to(torch.int64) + _GOLDEN) ^ seed) ^ call)
 
 
-def _index(shape: Sequence[int], offset: Sequence[int], size: Sequence[int], device: torch.device) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Which part of a larger tensor a shape is: number `part` of `count`, of each of the equal `stretches` of `dim`."""
+
+    part: Tensor
+    dim: int
+    count: int
+    stretches: int
+
+    def places(self, along: Tensor, size: int) -> Tensor:
+        """Where places along the dim, of `size` in this part, are in the whole."""
+        own = size // self.stretches
+        return torch.div(along, own, rounding_mode="floor") * (own * self.count) + self.part * own + along % own
+
+
+def _share(step: Tensor, cut: Sequence[int] | None) -> tuple[Tensor, _Share | None]:
+    """The step, and the part of a microbatch, from the number of the microbatch among all."""
+    if cut is None:
+        return step, None
+    return torch.div(step, cut[1], rounding_mode="floor"), _Share(step % cut[1], *cut)
+
+
+def _index(
+    shape: Sequence[int],
+    offset: Sequence[int],
+    size: Sequence[int],
+    device: torch.device,
+    share: _Share | None = None,
+) -> Tensor:
     """The index of every element of a box in the global shape."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in reversed(range(len(shape))):
-        along = torch.arange(offset[dim], offset[dim] + size[dim], device=device) * stride
-        index = index + along.view(-1, *(1,) * (len(shape) - 1 - dim))
-        stride *= shape[dim]
+        along, count = torch.arange(offset[dim], offset[dim] + size[dim], device=device), shape[dim]
+        if share is not None and dim == share.dim:
+            along, count = share.places(along, count), count * share.count
+        index = index + (along * stride).view(-1, *(1,) * (len(shape) - 1 - dim))
+        stride *= count
     return index
 
 
-def uniform(step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int]) -> Tensor:
+def uniform(
+    step: Tensor,
+    seed: int,
+    call: int,
+    shape: list[int],
+    offset: list[int],
+    size: list[int],
+    cut: list[int] | None = None,
+) -> Tensor:
     """float32 in [0, 1) for the box at `offset` of extent `size` in a tensor of global `shape`, by 24 bits of two
-    rounds. `step`: 0-dim int64."""
-    bits = _mix(_mix(_index(shape, offset, size, step.device) * _GOLDEN + _key(step, seed, call)))
+    rounds. `step`: 0-dim int64. `cut`: this tensor is a microbatch's part of another: a dim, the number of parts, and
+    in how many equal stretches of the dim each has a share; `step` then counts microbatches."""
+    step, share = _share(step, cut)
+    index = _index(shape, offset, size, step.device, share)
+    bits = _mix(_mix(index * _GOLDEN + _key(step, seed, call)))
     return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
 def chance(
-    step: Tensor, seed: int, call: int, shape: list[int], offset: list[int], size: list[int], p: float
+    step: Tensor,
+    seed: int,
+    call: int,
+    shape: list[int],
+    offset: list[int],
+    size: list[int],
+    p: float,
+    cut: list[int] | None = None,
 ) -> Tensor:
     """bool, True with probability `p`, for such a box."""
     if not 0.0 < p < 1.0:
         return torch.full(list(size), p >= 1.0, device=step.device)
+    step, share = _share(step, cut)
+    if share is not None and share.dim == len(shape) - 1:  # elements of a row share words: draw whole rows
+        wide, places = shape[-1] * share.count, torch.arange(offset[-1], offset[-1] + size[-1], device=step.device)
+        drawn = chance(step, seed, call, [*shape[:-1], wide], [*offset[:-1], 0], [*size[:-1], wide], p)
+        return drawn.index_select(share.dim, share.places(places, shape[-1]))
     last, device, key = (size[-1] if size else 1), step.device, _key(step, seed, call)
     bits, threshold = _threshold(p)
     per_word = 32 // bits
     first, skip = divmod(offset[-1], per_word) if offset else (0, 0)
-    rows = _mix(_index(shape[:-1], offset[:-1], size[:-1], device).reshape(-1, 1) * _GOLDEN + key)
+    rows = _mix(_index(shape[:-1], offset[:-1], size[:-1], device, share).reshape(-1, 1) * _GOLDEN + key)
     added, times = rows.to(torch.int32), (rows >> 32).to(torch.int32) | 1
     columns = torch.arange(first, first - (-(skip + last) // per_word), device=device)
     columns = _mix(columns * _GOLDEN - key).to(torch.int32)
@@ -94,10 +148,10 @@ def chance(
     word = torch.empty((min(at_once, len(rows)), len(columns)), dtype=torch.int32, device=device)
     shifted = torch.empty_like(word)
     for i in range(0, len(rows), at_once):
-        part = slice(0, min(at_once, len(rows) - i))
-        own = torch.add(columns, added[i : i + at_once], out=word[part])
-        _fold(own.mul_(times[i : i + at_once]), shifted[part])
-        _fold(own.mul_(_MIX_32), shifted[part])
+        some = slice(0, min(at_once, len(rows) - i))
+        own = torch.add(columns, added[i : i + at_once], out=word[some])
+        _fold(own.mul_(times[i : i + at_once]), shifted[some])
+        _fold(own.mul_(_MIX_32), shifted[some])
         elements = own if bits == 32 else own.view(torch.int16)
         torch.lt(elements[:, skip : skip + last], threshold, out=drawn[i : i + at_once])
     return drawn.view(list(size))

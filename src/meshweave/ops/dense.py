@@ -49,6 +49,7 @@ add([aten.div.Tensor, aten.div.Scalar, aten.neg.default], _FIRST)
 add(aten._to_copy.default, _cast)
 add(ours.round_parts.default, _FIRST)
 add(aten.where.self, partial(pointwise, linear=sums({1, 2})))
+add([aten.lerp.Scalar, aten.lerp.Tensor], partial(pointwise, linear=sums({0, 1})))
 add(
     aten_ops(
         "gelu_backward silu_backward threshold_backward tanh_backward sigmoid_backward hardtanh_backward "

@@ -51,7 +51,8 @@ class Rule:
     though no operand is cut so. `back` names for each result the operand to whose layout it is moved right after the
     op; -1 if it stays. `placed` are factors along which the op uses indices into the whole dim (a lookup in a table):
     the op on a piece gets the piece's offset, so the cuts have to be known at compile time. `block` is the factor of
-    blocks of rows (`ir.blocks`): devices may own rows of the blocks that they have.
+    blocks of rows (`ir.blocks`): devices may own rows of the blocks that they have. `is_strided`: factors that are not
+    outermost can be cut, too (`DimSharding.stretches`).
     """
 
     sizes: tuple[int, ...]
@@ -66,6 +67,7 @@ class Rule:
     keyed: Keyed | None = None
     placed: frozenset[int] = frozenset()
     block: int = -1
+    is_strided: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -88,6 +90,22 @@ class Rule:
     def inner_size(self, dims: Dims, dim: int, factor: int) -> int:
         """Number of elements of `dim` per iteration of its `factor`: the unit in which the dim is then cut."""
         return prod(self.sizes[f] for f in dims[dim][dims[dim].index(factor) + 1 :])
+
+    def outer_size(self, dims: Dims, dim: int, factor: int) -> int:
+        """Number of iterations of the factors of `dim` outside of `factor`."""
+        return prod(self.sizes[f] for f in dims[dim][: dims[dim].index(factor)])
+
+    def factor_after(self, dims: Dims, dim: int, steps: int) -> int | None:
+        """The factor of `dim` that a cut of each of its `steps` equal stretches cuts."""
+        for factor in dims[dim]:
+            outer = self.outer_size(dims, dim, factor)
+            if (
+                steps % outer == 0
+                and self.sizes[factor] % (steps // outer) == 0
+                and self.sizes[factor] > steps // outer
+            ):
+                return factor
+        return None
 
     def loop(self, dims: Dims, dim: int) -> int | None:
         """The factor that a cut of `dim` cuts: the outer factor, or the only factor even if it has one element.
@@ -139,7 +157,7 @@ class Rule:
         """Whether the factor can be sharded: not whole, and outermost in every dim."""
         if factor in self.whole or self.sizes[factor] < 2:
             return False
-        return all(
+        return self.is_strided or all(
             self.outer(dims, d) == factor
             for dims in (*self.operands, *self.results)
             for d in range(len(dims))

@@ -91,7 +91,8 @@ def _gather(node: fx.Node) -> Rule:
 
 
 def _scatter(node: fx.Node, whole: bool = False) -> Rule:
-    """x with values written at index along dim. The index's own dim is whole: x itself must count once.
+    """x with values written at index along dim. The index's own dim is whole, unless values are added to zeros: x
+    itself must count once.
 
     `whole`: the dim of x is whole, too.
     """
@@ -101,13 +102,15 @@ def _scatter(node: fx.Node, whole: bool = False) -> Rule:
         return build.rule([build.dims(s, whole=range(len(s))) for s in (x, index, *sources)], [[]])
     dim = argument(node, 1) % len(x)
     left, right = _beside(build, x, index, dim)
-    build.fixed.update([right[dim][0], *(left[dim] if whole else ())])
+    added = node.target is aten.scatter_add.default
+    if not (added and is_zeros(argument(node, 0))):
+        build.fixed.add(right[dim][0])
+    build.fixed.update(left[dim] if whole else ())
     operands = [left, right]
     for source in sources:
         fits = [a == b for a, b in zip(source, index, strict=True)]
         build.fixed.update(right[d][0] for d, same in enumerate(fits) if not same)
         operands.append([right[d] if same else (build.factor(source[d], whole=True),) for d, same in enumerate(fits)])
-    added = node.target is aten.scatter_add.default
     return build.rule(operands, [left], sums({0, 2}) if added else ())
 
 

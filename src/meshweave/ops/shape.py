@@ -57,10 +57,15 @@ def split_and_merge(before: Sequence[int], after: Sequence[int]) -> tuple[RuleBu
 
 def _view(node: fx.Node) -> Rule:
     before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
-    if 0 in before:
+    filled = [[max(size, 1) for size in shape] for shape in (before, after)]
+    if prod(filled[0]) != prod(filled[1]):  # of no elements
         build = RuleBuilder()
         return build.rule([build.dims(before, whole=range(len(before)))], [build.dims(after, whole=range(len(after)))])
-    build, old, new = split_and_merge(before, after)
+    build, *dims = split_and_merge(*filled)
+    old, new = (
+        [of if size else (build.factor(0, whole=True),) for of, size in zip(each, shape, strict=True)]
+        for each, shape in zip(dims, (before, after), strict=True)
+    )
     return build.rule([old], [new], moved({0}))
 
 
@@ -112,20 +117,87 @@ def _rank(node: fx.Node) -> int:
     return len(spec_of(tensor_inputs(node)[0]).shape)
 
 
+def _stretch(build: RuleBuilder, size: int, part: int, start: int = 0, step: int = 1) -> tuple[Dim, Dim]:
+    """A dim, and a part of it: every `step`-th element, or one of the equal stretches that it consists of. Other parts
+    are whole."""
+    if step > 1 and part * step == size and start < step:
+        own = (build.factor(part),)
+        return (*own, build.factor(step, whole=True)), own
+    if step == 1 < part and size % part == 0 == start % part and 0 <= start <= size - part:
+        own = (build.factor(part),)
+        return (build.factor(size // part, whole=True), *own), own
+    return (build.factor(size, whole=True),), (build.factor(part, whole=True),)
+
+
+def _part(node: fx.Node, at: int) -> tuple[RuleBuilder, list[Dim], list[Dim]]:
+    """Dims of a tensor and of a part of it: `dim, start, end, step` are the arguments from `at` on."""
+    x = spec_of(tensor_inputs(node)[0]).shape
+    dim = argument(node, at, 0) % len(x)
+    start, end, step = slice(*(argument(node, at + i, None) for i in (1, 2, 3))).indices(x[dim])
+    build = RuleBuilder()
+    before, after = build.dims(x[:dim]), build.dims(x[dim + 1 :])
+    line, own = _stretch(build, x[dim], len(range(start, end, step)), start, step)
+    return build, [*before, line, *after], [*before, own, *after]
+
+
 def _slice(node: fx.Node) -> Rule:
-    return _some_whole(node, {argument(node, 1) % _rank(node)}, moved({0}))
+    build, dims, part = _part(node, 1)
+    return build.rule([dims], [part], moved({0}))
+
+
+def _slice_scatter(node: fx.Node) -> Rule:
+    build, dims, part = _part(node, 2)
+    return build.rule([dims, part], [dims], moved({0, 1}))
+
+
+def _part_of_piece(call: PieceCall, at: int) -> fx.Node | None:
+    """A part of each piece: every `step`-th element of it, or one of its stretches."""
+    spec, layout = call.operand(0)
+    dim = argument(call.node, at, 0) % max(len(spec.shape), 1)
+    if not call.is_cut(0, dim):
+        return None
+    local, size = call.emit.extent(spec.shape, layout, dim), spec.shape[dim]
+    start, end, step = slice(*(argument(call.node, at + i, None) for i in (1, 2, 3))).indices(size)
+    if step > 1 or (start, end) == (0, size):
+        end = local
+    else:
+        start, end = start * local // size, end * local // size
+    return call.same_op(*call.args[:at], dim, start, end, *([step] if step > 1 else []))
 
 
 def _cat(node: fx.Node) -> Rule:
-    return _some_whole(node, {argument(node, 1, 0) % _rank(node)}, moved(range(len(tensor_inputs(node)))))
+    """Tensors of the same size are stretches of the result."""
+    operands = [spec_of(n).shape for n in tensor_inputs(node)]
+    dim = argument(node, 1, 0) % len(operands[0])
+    if len({shape[dim] for shape in operands}) > 1:
+        return _some_whole(node, {dim}, moved(range(len(operands))))
+    build = RuleBuilder()
+    dims = build.dims(operands[0])
+    line = (build.factor(len(operands), whole=True), *dims[dim])
+    return build.rule([dims] * len(operands), [[*dims[:dim], line, *dims[dim + 1 :]]], moved(range(len(operands))))
 
 
 def _pad(node: fx.Node) -> Rule:
-    pad: Sequence[int] = argument(node, 1)
-    rank = _rank(node)
-    padded = {rank - 1 - i // 2 for i, amount in enumerate(pad) if amount}
+    """A padded dim may have what is padded as one of its stretches."""
+    x, shape = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
+    build, pad = RuleBuilder(), argument(node, 1)
+    starts = [0] * (len(x) - len(pad) // 2) + list(pad[-2::-2])
+    pairs = [
+        _stretch(build, size, part, start) if start or size != part else (own := (build.factor(size),), own)
+        for size, part, start in zip(shape, x, starts, strict=True)
+    ]
     zero = argument(node, 2, 0) == 0
-    return _some_whole(node, padded, sums({0}) if zero else ())
+    return build.rule([[own for _, own in pairs]], [[line for line, _ in pairs]], sums({0}) if zero else ())
+
+
+def _pad_of_piece(call: PieceCall) -> fx.Node | None:
+    spec, layout = call.operand(0)
+    amounts = list(call.args[1])
+    for i, amount in enumerate(amounts):
+        dim = len(spec.shape) - 1 - i // 2
+        if amount and layout.dims[dim].axes:
+            amounts[i] = amount * call.emit.extent(spec.shape, layout, dim) // spec.shape[dim]
+    return None if amounts == call.args[1] else call.same_op(call.args[0], amounts, *call.args[2:])
 
 
 def _listed_dims(node: fx.Node) -> Rule:
@@ -143,9 +215,10 @@ def _repeat(node: fx.Node) -> Rule:
     before, after = spec_of(tensor_inputs(node)[0]).shape, spec_of(node).shape
     build = RuleBuilder()
     lead = len(after) - len(before)
-    kept = {d: build.factor(s) for d, s in enumerate(before) if after[d + lead] == s}
-    old = [(kept[d],) if d in kept else (build.factor(s, whole=True),) for d, s in enumerate(before)]
-    new = [(kept[d - lead],) if d - lead in kept else (build.factor(s, whole=True),) for d, s in enumerate(after)]
+    old: list[Dim] = build.dims(before)
+    new = build.dims(after[:lead], whole=range(lead))
+    for size, wide, dim in zip(before, after[lead:], old, strict=True):
+        new.append(dim if wide == size else (build.factor(wide // max(size, 1), whole=True), *dim))
     return build.rule([old], [new], moved({0}))
 
 
@@ -216,10 +289,15 @@ add(
 )
 add(ours.ctc_loss.default, "t! n c!, n s!, n, n -> n, t! n c!")
 # unfold: the dim becomes the index of the window, and a new last dim the contents of each; both are whole.
-add(aten_ops("slice.Tensor unfold"), _slice)
-add(aten.slice_scatter.default, lambda n: _some_whole(n, {argument(n, 2, 0) % _rank(n)}, moved({0, 1})))
+add(aten.unfold.default, lambda n: _some_whole(n, {argument(n, 1) % _rank(n)}, moved({0})))
+add(aten.slice.Tensor, _slice, on_piece=OnPiece(partial(_part_of_piece, at=1), is_placed=False, in_chunks="any"))
+add(
+    aten.slice_scatter.default,
+    _slice_scatter,
+    on_piece=OnPiece(partial(_part_of_piece, at=2), is_placed=False, in_chunks="any"),
+)
 add(aten.cat.default, _cat)
-add(aten.constant_pad_nd.default, _pad)
+add(aten.constant_pad_nd.default, _pad, on_piece=OnPiece(_pad_of_piece, is_placed=False, in_chunks="any"))
 add(aten.flip.default, _listed_dims)
 add(aten.roll.default, _roll)
 add(aten.repeat.default, _repeat)

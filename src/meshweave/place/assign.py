@@ -19,10 +19,11 @@ Price = Callable[[Layout, Layout, Spec], float]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An axis cuts a factor, in blocks of `unit`."""
+    """An axis cuts a factor, in blocks of `unit`; of each of its equal `stretches` a part."""
 
     factor: int
     unit: int = 1
+    stretches: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +60,19 @@ class Assignment:
         return dict(self.roles).get(axis)
 
 
+_Cut = tuple[list[str], int, int]  # axes, unit and stretches of a factor
+
+
 def realize(
     rule: Rule, mesh: Mesh, roles: Sequence[tuple[str, Role]], operands: Sequence[Spec], results: Sequence[Spec]
 ) -> Assignment:
     """The Assignment for `roles`; axes that cut the same factor do so in the order listed."""
-    cuts: dict[int, tuple[list[str], int]] = {}
+    cuts: dict[int, _Cut] = {}
     passes: list[tuple[str, PassedPartial]] = []
     owners = _owners(rule, roles)
     for axis, role in roles:
         if isinstance(role, Shard):
-            cuts.setdefault(role.factor, ([], rule.unit(role.factor, role.unit)))[0].append(axis)
+            cuts.setdefault(role.factor, ([], rule.unit(role.factor, role.unit), role.stretches))[0].append(axis)
         elif isinstance(role, PassedPartial):
             passes.append((axis, role))
 
@@ -84,7 +88,7 @@ def realize(
         owned = rule.owned(len(operands) + i, owners)
         kept = {a for a, _, _ in owned}
         partial_axes = [
-            (a, rule.reduce_op(f)) for f, (axes, _) in cuts.items() if f not in inside for a in axes if a not in kept
+            (a, rule.reduce_op(f)) for f, (axes, *_) in cuts.items() if f not in inside for a in axes if a not in kept
         ]
         partial_axes += [(a, "sum") for a, f, key in owners if key and f not in inside]
         partial = (*partial_axes, *((a, p.op) for a, p in passes))
@@ -108,12 +112,13 @@ def _owners(rule: Rule, roles: Sequence[tuple[str, Role]]) -> list[tuple[str, in
     return owners
 
 
-def _dim_sharding(rule: Rule, dims: Dims, d: int, cuts: dict[int, tuple[list[str], int]]) -> DimSharding:
-    factor = rule.outer(dims, d)
+def _dim_sharding(rule: Rule, dims: Dims, d: int, cuts: dict[int, _Cut]) -> DimSharding:
+    factor = next((f for f in dims[d] if f in cuts), None) if rule.is_strided else rule.outer(dims, d)
     if factor is None or factor not in cuts:
         return DimSharding()
-    axes, unit = cuts[factor]
-    return DimSharding(tuple(axes), unit * rule.inner_size(dims, d, factor))
+    axes, unit, stretches = cuts[factor]
+    inner, outer = rule.inner_size(dims, d, factor), rule.outer_size(dims, d, factor)
+    return DimSharding(tuple(axes), unit * inner, stretches * outer)
 
 
 def follow_result(rule: Rule, wanted: Layout, operands: Sequence[Spec], results: Sequence[Spec]) -> Assignment:
@@ -191,11 +196,13 @@ def _own(rule: Rule, position: int, dim: int, key: str) -> Shard | Own | None:
 
 
 def _follow(rule: Rule, dims: Dims, d: int, layout: Layout) -> Shard | None:
-    factor = rule.outer(dims, d)
+    stretches = layout.dims[d].stretches
+    factor = rule.outer(dims, d) if stretches == 1 else rule.factor_after(dims, d, stretches)
     if factor is None or not rule.is_shardable(factor):
         return None
     inner, unit = rule.inner_size(dims, d, factor), layout.dims[d].unit
-    return Shard(factor, rule.unit(factor, unit // inner if unit % inner == 0 else 1))
+    unit = rule.unit(factor, unit // inner if unit % inner == 0 else 1)
+    return Shard(factor, unit, stretches // rule.outer_size(dims, d, factor))
 
 
 def candidates(

@@ -14,6 +14,7 @@ from torch import fx
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import (
     Input,
+    Origin,
     Spec,
     StepGraph,
     erase_unused,
@@ -27,9 +28,10 @@ from meshweave.ir.graph import (
 from meshweave.ir.layout import Layout
 from meshweave.ir.pieces import is_even
 from meshweave.ir.traits import RANDOM
+from meshweave.ops.emit import Emitter
 from meshweave.ops.registry import result_specs, row_for
-from meshweave.place.assign import Assignment, Shard, follow_result
-from meshweave.place.over_time import CutOverTime, adds_number, as_sum, is_op
+from meshweave.place.assign import Assignment, follow_result
+from meshweave.place.over_time import CutOverTime, adds_number, as_sum, is_op, rule_over_time
 
 aten = torch.ops.aten
 _SUMS = ("loss", "metric", "grad")  # outputs that are added up over the microbatches
@@ -48,8 +50,9 @@ class Microbatches:
     ahead: StepGraph | None
 
 
-def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
-    """The step on a microbatch. Raises NoCutError if ops couple microbatches, or depend on which of them runs."""
+def microbatches_of(step: StepGraph, cut: CutOverTime, own_parts: int = 1) -> Microbatches:
+    """The step on a microbatch; of the rows of each of `own_parts` ranks it has a part. Raises NoCutError if ops couple
+    microbatches."""
     if cut.couplings:
         first = cut.couplings[0]
         got, where = f"{op_name(first.node.target)} of {op_name(first.value.target)}", str(origin_of(first.node))
@@ -58,10 +61,10 @@ def microbatches_of(step: StepGraph, cut: CutOverTime) -> Microbatches:
         raise NoCutError("no entry of the batch has rows", got="0 entries that forward reads", where="the batch")
     sources = {(item.kind, item.name): node for node, item in step.sources.items()}
     for (kind, name), node in step.results.items():
-        if kind == "buffer" and node is not sources[kind, name]:
+        if kind == "buffer" and node is not sources[kind, name] and node not in cut.ahead:
             raise NoCutError("forward changes a buffer in each microbatch", got=name, where=str(origin_of(node)))
     ahead = _ahead(step, cut) if cut.ahead else None
-    return Microbatches(_MicrobatchWriter(step, cut).run(), ahead)
+    return Microbatches(_MicrobatchWriter(step, cut, own_parts).run(), ahead)
 
 
 def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
@@ -82,18 +85,26 @@ def _ahead(step: StepGraph, cut: CutOverTime) -> StepGraph:
 class _MicrobatchWriter:
     step: StepGraph
     cut: CutOverTime
+    own_parts: int
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[tuple[fx.Node, Layout | None], fx.Node] = field(default_factory=dict)
+    errors: dict[fx.Node, NoCutError] = field(default_factory=dict)  # of values without a form on a microbatch
+    places: dict[tuple[int, str], fx.Node] = field(default_factory=dict)  # of a microbatch's rows, by their number
+    number: fx.Node | None = None  # of the microbatch, among all
     phase: str = "forward"  # of the node that is being written
 
     def run(self) -> StepGraph:
         inputs = [self.input(node, item) for node, item in self.step.sources.items()]
         inputs += [self.whole_value(value) for value in self.cut.ahead]
+        self.count()
         sums = {value for (kind, _), value in self.step.results.items() if kind in _SUMS}
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self.phase = origin_of(node).phase
-                self.node(node)
+                try:
+                    self.node(node)
+                except NoCutError as error:
+                    self.errors[node] = error  # for who needs it: of what is known ahead, nobody
             if node in sums:
                 self.result(node)
         results = [
@@ -153,6 +164,10 @@ class _MicrobatchWriter:
 
     def any_form(self, node: fx.Node) -> fx.Node:
         """A value as it is: after backward gradients are sums over all microbatches."""
+        if node in self.cut.ahead:
+            return self.values[node, self.whole(node)]
+        if node in self.errors:
+            raise self.errors[node]
         return self.values[node, self.cut.layouts.get(node)]
 
     def result(self, value: fx.Node) -> fx.Node:
@@ -166,16 +181,68 @@ class _MicrobatchWriter:
         """A value of the whole step in a layout over time."""
         if (value, wanted) not in self.values:
             self.values[value, wanted] = local = self.formed(value, wanted)
-            local.meta["origin"] = replace(origin_of(local), phase=self.phase)
+            local.meta["origin"] = replace(origin_of(value), phase=self.phase)
         return self.values[value, wanted]
 
+    def count(self) -> None:
+        """The runtime counts microbatches over all steps: random numbers are those of the step."""
+        for node, item in self.step.sources.items():
+            if (item.kind, item.name) == ("scalar", "draw"):
+                draw, parts = self.any_form(node), self.cut.mesh.num_devices
+                self.number = self.emit(aten.remainder.Scalar, (draw, parts), spec_of(draw))
+                step = self.emit(aten.floor_divide.default, (draw, parts), spec_of(draw))
+                self.values[node, self.cut.layouts[node]] = step
+
+    def emit(self, target: Any, args: Any, spec: Spec) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta.update(spec=spec, origin=Origin(self.phase))
+        return node
+
     def formed(self, value: fx.Node, wanted: Layout) -> fx.Node:
+        if value in self.errors and (value, self.whole(value)) not in self.values:
+            raise self.errors[value]
         if wanted.partial:  # each microbatch has its share of a value that all have
             return self.scaled(aten.div.Scalar, self.values[value, self.whole(value)])
+        try:
+            return self.computed(value, wanted)
+        except NoCutError:
+            if (value, self.whole(value)) not in self.values or self.number is None:
+                raise
+            return self.taken(self.values[value, self.whole(value)], wanted)
+
+    def taken(self, whole: fx.Node, wanted: Layout) -> fx.Node:
+        """The rows of a microbatch of a value of the whole batch, by their places in it."""
+        spec, (d, dim) = spec_of(whole), next((d, dim) for d, dim in enumerate(wanted.dims) if dim.axes)
+        self.local_shape(spec, wanted)
+        stretches, parts, size = dim.stretches * self.own_parts, self.cut.mesh.num_devices, spec.shape[d]
+        if size % (stretches * parts):
+            raise NoCutError("microbatches of different sizes", got=f"{size} rows in {stretches} x {parts}")
+        before, after, each = spec.shape[:d], spec.shape[d + 1 :], size // stretches
+        wide = Spec((*before, stretches, each, *after), spec.dtype)
+        rows = Spec((*before, stretches, each // parts, *after), spec.dtype)
+        own = Spec((*before, size // parts, *after), spec.dtype)
+        if stretches == 1:
+            return self.emit(aten.index_select.default, (whole, d, self.place(each // parts)), own)
+        view = self.emit(aten.view.default, (whole, list(wide.shape)), wide)
+        taken = self.emit(aten.index_select.default, (view, d + 1, self.place(each // parts)), rows)
+        return self.emit(aten.view.default, (taken, list(own.shape)), own)
+
+    def place(self, count: int) -> fx.Node:
+        """The places of the `count` rows of a microbatch."""
+        key = count, self.phase
+        if key not in self.places:
+            spec = Spec((count,), torch.int64)
+            line = self.graph.call_function(aten.arange.start_step, (0, count, 1), {"dtype": torch.int64})
+            line.meta.update(spec=spec, origin=Origin(self.phase))
+            first = self.emit(aten.mul.Scalar, (self.number, count), Spec((), torch.int64))
+            self.places[key] = self.emit(aten.add.Tensor, (line, first), spec)
+        return self.places[key]
+
+    def computed(self, value: fx.Node, wanted: Layout) -> fx.Node:
+        """A value of the whole batch, computed on rows."""
         operands, option = tensor_inputs(value), None
         if is_op(value) and isinstance(value.meta["spec"], Spec):
-            rule = row_for(value).rule(value)
-            option = follow_result(rule, wanted, list(map(spec_of, operands)), result_specs(value))
+            option = follow_result(rule_over_time(value), wanted, list(map(spec_of, operands)), result_specs(value))
         if option is None or option.results[0] != wanted:
             where = str(origin_of(value))
             raise NoCutError("an op needs its rows of a value of the whole batch", got=value.name, where=where)
@@ -188,23 +255,44 @@ class _MicrobatchWriter:
         args, kwargs = map_nodes(node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n)
         if not any(each.sharded_axes for each in (*chosen.operands, *chosen.results)):
             return self.call(node, args, kwargs, layout)
-        on_piece = row_for(node).on_piece
-        indexed = {factor for dim in on_piece.looked_up(node, row_for(node).rule(node)) for factor in dim}
-        is_indexed = any(isinstance(role, Shard) and role.factor in indexed for _, role in chosen.roles)
-        inner = [dim for at in (*chosen.operands, *chosen.results) for dim in at.dims[1:]]
-        is_whole = on_piece.in_chunks == "batch" and any(dim.axes for dim in inner)
+        shape_at = row_for(node).on_piece.shape_at
         if node.target in RANDOM:
             assert layout is not None
             size = list(self.local_shape(spec_of(node), layout))
-            args = (*args[:3], size, [0] * len(size), size, *args[6:])
-        elif (is_indexed or is_whole or not on_piece.in_chunks) and node not in self.cut.averaged:
+            d, dim = next((d, dim) for d, dim in enumerate(layout.dims) if dim.axes)
+            cut = [d, self.cut.mesh.num_devices, dim.stretches * self.own_parts]
+            step = self.emit(aten.mul.Scalar, (args[0], self.cut.mesh.num_devices), spec_of(args[0]))
+            step = self.emit(aten.add.Tensor, (step, self.number), spec_of(step))
+            args = (step, *args[1:3], size, [0] * len(size), size, *args[6:], cut)
+        elif shape_at >= 0 and layout is not None:
+            args = (*args[:shape_at], list(self.local_shape(spec_of(node), layout)), *args[shape_at + 1 :])
+        elif node not in self.cut.averaged:
+            args, kwargs = self.on_piece(node, operands, args, kwargs, chosen)
+        return self.call(node, args, kwargs, layout)
+
+    def on_piece(
+        self, node: fx.Node, operands: Sequence[fx.Node], args: Any, kwargs: Any, chosen: Assignment
+    ) -> tuple[Any, Any]:
+        """The arguments of an op on the rows of a microbatch, as on a device's piece. A call with the place of the
+        piece is another for each microbatch."""
+        scratch, emit = fx.Graph(), Emitter((self.cut.mesh,), fx.Graph())
+        shadows = [scratch.placeholder(value.name) for value in operands]
+        for shadow, value, layout in zip(shadows, tensor_inputs(node), chosen.operands, strict=True):
+            shadow.meta.update(value.meta, layout=layout)
+        rest = iter(shadows)
+        copied = map_nodes(node, lambda n: next(rest) if isinstance(n.meta.get("spec"), Spec) else n)
+        shadow = scratch.create_node("call_function", node.target, *copied)
+        layouts, specs = iter(chosen.results), node.meta["spec"]
+        is_single = isinstance(specs, Spec)
+        shadow.meta.update(node.meta, layout=next(layouts) if is_single else [s and next(layouts) for s in specs])
+        local = row_for(node).on_piece.call(emit, shadow, operands, args, kwargs)
+        if emit.symbols or local.target is not node.target:
             raise NoCutError(
                 "an op depends on which rows of the batch it gets", got=node.name, where=str(origin_of(node))
             )
-        elif on_piece.shape_at >= 0 and layout is not None:
-            size = list(self.local_shape(spec_of(node), layout))
-            args = (*args[: on_piece.shape_at], size, *args[on_piece.shape_at + 1 :])
-        return self.call(node, args, kwargs, layout)
+        written = local.args, local.kwargs
+        local.args, local.kwargs = (), {}  # no longer a user of the microbatch's values
+        return written
 
     def call(self, node: fx.Node, args: Any, kwargs: Any, layout: Layout | None) -> fx.Node:
         local = self.graph.create_node("call_function", node.target, args, kwargs)
@@ -221,7 +309,7 @@ class _MicrobatchWriter:
 
     def local_shape(self, spec: Spec, layout: Layout) -> tuple[int, ...]:
         for d, dim in enumerate(layout.dims):
-            if dim.axes and not is_even(spec.shape[d], layout.parts(d), dim.unit):
+            if dim.axes and not is_even(spec.shape[d] // dim.stretches, layout.parts(d), dim.unit):
                 raise NoCutError(
                     "microbatches of different sizes", got=f"{spec.shape[d]} rows in {self.cut.mesh.num_devices}"
                 )

@@ -71,7 +71,7 @@ def tied_rows(step: StepGraph) -> frozenset[str]:
     groups: dict[Place, list[Input]] = {}
     for node, item in step.sources.items():
         if item.kind == "batch" and item.spec.shape and node.users:
-            groups.setdefault(loops.root((node, 0)), []).append(item)
+            groups.setdefault(loops.root((node, 0, 1)), []).append(item)
     most: list[Input] = max(groups.values(), key=_extent, default=[])
     return frozenset(item.name for item in most)
 
@@ -80,14 +80,15 @@ def _extent(items: Sequence[Input]) -> tuple[int, int]:
     return len(items), sum(item.spec.num_elements for item in items)
 
 
-Place = tuple[fx.Node, int]  # a dim of a value
+Place = tuple[fx.Node, int, int]  # a loop in a dim of a value, of which an iteration is 1/n of the dim, or of more
 
 
 @dataclass(slots=True)
 class _TiedLoops:
-    """Dims that ops loop over together, as trees."""
+    """Loops that ops have together, as trees. `inner`: the loops in a dim that are known, each by its n."""
 
     parents: dict[Place, Place] = field(default_factory=dict)
+    inner: dict[tuple[fx.Node, int], set[int]] = field(default_factory=dict)
 
     def root(self, place: Place) -> Place:
         while place in self.parents:
@@ -95,15 +96,20 @@ class _TiedLoops:
         return place
 
     def tie(self, rule: Rule, values: Sequence[fx.Node | None]) -> None:
-        first: dict[int, Place] = {}
+        loops: dict[int, dict[int, Place]] = {}  # of each factor, by their n within it
         for value, dims in zip(values, (*rule.operands, *rule.results), strict=True):
             for d, dim in enumerate(dims):
-                factor = rule.outermost(dim)
-                if value is None or factor < 0:
+                if value is None:
                     continue
-                root = self.root((value, d))
-                if (other := self.root(first.setdefault(factor, root))) != root:
-                    self.parents[root] = other
+                known, outer = self.inner.setdefault((value, d), {1}), 1
+                for factor in filter(lambda f: rule.sizes[f] > 1, dim):
+                    own, size = loops.setdefault(factor, {}), rule.sizes[factor]
+                    known |= {outer * n for n in own}
+                    for n in {1, *(n // outer for n in known if n % outer == 0 and n // outer < size)}:
+                        root = self.root((value, d, outer * n))
+                        if (other := self.root(own.setdefault(n, root))) != root:
+                            self.parents[root] = other
+                    outer *= size
 
 
 @dataclass(slots=True)
@@ -123,6 +129,7 @@ class _TimeCut:
         self.trained = with_ancestors(value for (kind, _), value in self.step.results.items() if kind != "metric")
 
     def run(self) -> CutOverTime:
+        sources = {(item.kind, item.name): node for node, item in self.step.sources.items()}
         for node, item in self.step.sources.items():
             rank = len(item.spec.shape)
             is_cut = item.kind == "batch" and item.name in self.rows
@@ -134,6 +141,10 @@ class _TimeCut:
         for node in self.step.graph.nodes:
             if is_op(node) and origin_of(node).phase in _PHASES:
                 self.op(node)
+        for (kind, name), value in self.step.results.items():
+            source = sources.get((kind, name))
+            if kind == "buffer" and value is not source and value not in self.coupled:
+                self.ahead |= dict.fromkeys(n for n in (source, value) if n is not None)
         lists = tuple(self.ahead), tuple(self.couplings), tuple(self.averaged)
         return CutOverTime(self.mesh, self.layouts, self.calls, self.rows, *lists)
 
@@ -176,7 +187,7 @@ class _TimeCut:
 
     def choose(self, node: fx.Node, operands: Sequence[fx.Node]) -> Assignment:
         """The way to cut an op that needs the fewest values whole, fewest of all those that cannot be known ahead."""
-        rule, specs = _rule(node, operands), list(map(spec_of, operands))
+        rule, specs = rule_over_time(node), list(map(spec_of, operands))
         layouts = list(map(self.layout, operands))
         options = candidates(rule, self.mesh, [(layout,) for layout in layouts], specs, result_specs(node))
 
@@ -203,12 +214,13 @@ def is_op(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is not operator.getitem
 
 
-def _rule(node: fx.Node, operands: Sequence[fx.Node]) -> Rule:
+def rule_over_time(node: fx.Node) -> Rule:
     """The rule of an op. A count is the same sum in integers and in floating-point numbers, and to a sum a number is
-    added in shares."""
+    added in shares. Rows may be within a dim."""
     rule = row_for(node).rule(node)
-    is_count = node.target in CASTS and spec_of(operands[0]).is_integer and spec_of(node).dtype.is_floating_point
-    return replace(rule, linear=(*rule.linear, *sums({0}))) if is_count or adds_number(node) else rule
+    is_count = node.target in CASTS and spec_of(tensor_inputs(node)[0]).is_integer and spec_of(node).dtype != torch.bool
+    linear = (*rule.linear, *sums({0})) if is_count or adds_number(node) else rule.linear
+    return replace(rule, linear=linear, is_strided=True)
 
 
 def adds_number(node: fx.Node) -> bool:

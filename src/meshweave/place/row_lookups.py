@@ -173,10 +173,9 @@ def _is_part_of_rows(node: fx.Node, rows: _Rows) -> bool:
     table = argument(node, 0)
     dim = argument(node, 1 if node.target is aten.slice.Tensor else 2, 0) % len(spec_of(table).shape)
     sizes = {spec_of(part).shape[dim] for part in results_of(node) if part is not None}
-    is_part = bool(sizes - {1, spec_of(table).shape[dim]})
-    return (
-        dim in rows.get(table, ()) and is_part and (node.target is not aten.slice.Tensor or argument(node, 4, 1) == 1)
-    )
+    _, together = rows.get(table, {}).get(dim, (1, 1))
+    is_part = any(size % together for size in sizes - {1})
+    return is_part and (node.target is not aten.slice.Tensor or argument(node, 4, 1) == 1)
 
 
 def _row_loops(operands: Sequence[fx.Node], rule: Rule, dims: Sequence[Dims], rows: _Rows) -> dict[int, _Range]:

@@ -269,11 +269,12 @@ def _by_rule(node: fx.Node, end: End, cut: Cut) -> RowRule:
         raise NoCut("attention can be cut only along its batch")
     dims = (rule.results if end.is_result else rule.operands)[end.index]
     factors = [f for f in dims[cut.dim] if rule.sizes[f] > 1]
+    beside = {f for each in (*rule.operands, *rule.results) for dim in each if {*dim} & {*factors} for f in dim}
+    if rule.whole & beside:
+        raise NoCut(f"it works along the whole of dim {cut.dim}")
     if len(factors) != 1:
         raise NoCut("the rows are a part of several loops over a dim")
     factor = factors[0]
-    if factor in rule.whole:
-        raise NoCut(f"it works along the whole of dim {cut.dim}")
     if on_piece.in_chunks == "index" and not any(factor in dim for dim in rule.operands[1]):
         raise NoCut("the rows are the dim that its indices refer to")
     results = tuple(_cut_of(rule, dims, factor, cut) or rule.reduce_op(factor) for dims in rule.results)
