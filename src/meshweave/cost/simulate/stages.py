@@ -42,10 +42,9 @@ def costs_of_stages(roles: Sequence[RankGraph], profile: MachineProfile) -> Stag
         _message_seconds(entry, profile) for role in roles for entry in role.transfers.values() if not entry.axes
     ]
     comm = max(messages, default=0.0)
-    memory = ActivationMemory(
-        tuple(float(stored.get(("forward", s), 0)) for s in range(stages)),
-        tuple(float(stored.get(("weight", s), 0)) for s in range(stages)),
-    )
+    after_input = [float(stored.get(("weight", s), 0)) for s in range(stages)]
+    activation = [max(float(stored.get(("forward", s), 0)), left) for s, left in enumerate(after_input)]
+    memory = ActivationMemory(activation, after_input)
     return StageCosts(stage_times(stages, forward, backward, weight, comm), memory)
 
 
@@ -59,20 +58,23 @@ def _seconds(tasks: RoleTasks, profile: MachineProfile) -> Mapping[tuple[Kind, i
 
 
 def _bytes(tasks: RoleTasks) -> Mapping[tuple[Kind, int], int]:
-    """Bytes that forward of a stage stores for backward; under "weight" those that its weight part reads."""
+    """Bytes that forward of a stage stores for backward; under "weight" what its weight part reads of forward and of the
+    input part, which holds gradients for it."""
     sizes = {x.storage: x.storage_bytes for results in tasks.local.values.values() for x in results}
     stage_of: dict[int, int] = {}
+    of_input: set[int] = set()
     read: dict[Kind, set[int]] = {"input": set(), "weight": set()}
     for kind, stage, item in tasks.items:
         nodes = item.writes if isinstance(item, Kernel) else (item,)
-        if kind == "forward":
+        if kind in ("forward", "input"):
             stage_of.update({x.storage: stage for n in nodes for x in tasks.local.values.get(n, ())})
-        elif kind in read and isinstance(item, Kernel):
+            of_input.update(x.storage for n in nodes for x in tasks.local.values.get(n, ()) if kind == "input")
+        if kind in read and isinstance(item, Kernel):
             read[kind].update(x.storage for n in item.reads for x in tasks.local.values.get(n, ()))
     stored: dict[tuple[Kind, int], int] = {}
     for storage, stage in stage_of.items():
         is_read: dict[Kind, bool] = {
-            "forward": storage in read["input"] | read["weight"],
+            "forward": storage not in of_input and storage in read["input"] | read["weight"],
             "weight": storage in read["weight"],
         }
         for kind, counts in is_read.items():
