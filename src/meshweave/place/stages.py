@@ -44,6 +44,10 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
             call = origin_of(node).call
             stage = min([of_call.get(call, last) if call else last, *before])
             stages[node] = _stage_there(plan, homes[node], stage, is_ahead=False)
+    for node in reversed(ops):  # constants of backward, of no op of forward
+        users = [stages[user] for user in node.users if user in stages]
+        if users and not node.all_input_nodes and PARTS[origin_of(node).phase] == _BACKWARD:
+            stages[node] = max(users)
     for node in step.sources:
         users = [stages[user] for user in node.users if user in stages and homes[user] == homes[node]]
         stages[node] = min(users, default=0)

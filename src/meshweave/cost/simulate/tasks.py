@@ -22,6 +22,7 @@ from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, is_in_b
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.for_roles import scheduled
 from meshweave.engine.match import Channel, Start, match_roles, match_transfer, plain_args
+from meshweave.engine.pairs import groups_of_actions, interleave
 from meshweave.engine.sections import Kind, Sections
 from meshweave.engine.task_graph import TaskGraph
 from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT
@@ -139,9 +140,9 @@ class _TaskLowering:
         """The tasks of a role's compute stream, action by action."""
         begun: dict[tuple[fx.Node, int], int] = {}
         numbers = []
-        for action in self.schedule.of_role[number]:
-            microbatch = min(action.microbatch, self.schedule.last_microbatch)
-            for item in self.items_of(number, action):
+        for group in groups_of_actions(self.schedule.of_role[number]):
+            for at, item in interleave([[*self.items_of(number, action)] for action in group], _start_of):
+                microbatch = min(group[at].microbatch, self.schedule.last_microbatch)
                 numbers.append(self.add(self.task(number, item, microbatch)))
                 if isinstance(item, Kernel):
                     continue
@@ -348,6 +349,11 @@ class _TaskLowering:
             group=",".join(channel.axes),
             received=received,
         )
+
+
+def _start_of(item: Kernel | fx.Node) -> Kernel | fx.Node | None:
+    """The node that starts what a wait waits for."""
+    return item.all_input_nodes[0] if isinstance(item, fx.Node) and item.target is WAIT else None
 
 
 def _samples(transfer: Transfer) -> Iterator[Sequence[Any]]:
