@@ -30,6 +30,7 @@ from meshweave.optimize.overlap.order import without_collector
 from meshweave.optimize.prefetch import delay_gradient_waits, gather_once
 from meshweave.passes import CapturedProgram, PassList, Recompute, RingAttention
 from meshweave.passes.optimize import optimize
+from meshweave.pipeline import PipelineChoice, turns_of_pairs
 from meshweave.place.assign import Price
 from meshweave.place.balance import balance_sequence, takes_heads
 from meshweave.place.decide import Placement, Units, decide, infer_units
@@ -154,11 +155,18 @@ def build_program(
         rows=step.rows,
         ahead=ahead,
         coupling=step.coupling,
-        pipeline=None
-        if pipeline is None
-        else pipeline.for_step(planned.optimized.roles, options.accumulate, costs, pass_list.memory_cap_bytes),
+        **_scheduled(pipeline, inputs, planned.optimized.roles),
         storage=trouble,
     )
+
+
+def _scheduled(pipeline: PipelineChoice | None, inputs: PlanInputs, roles: tuple[RankGraph, ...]) -> dict[str, Any]:
+    """The schedule of the stages, and how its pairs take turns."""
+    if pipeline is None:
+        return {}
+    count, costs = inputs.options.accumulate, inputs.costs
+    schedule = pipeline.for_step(roles, count, costs, inputs.pass_list.memory_cap_bytes)
+    return {"pipeline": schedule, "pairs": turns_of_pairs(roles, schedule, count, costs)}
 
 
 def _say_nothing(stage: str) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.cost.simulate.stages import costs_of_stages
-from meshweave.cost.simulate.step import peak_bytes_of_roles
+from meshweave.cost.simulate.step import default_fusion, peak_bytes_of_roles
+from meshweave.cost.simulate.tasks import pair_turns
 from meshweave.engine.actions import Schedule
 from meshweave.engine.for_roles import scheduled
 from meshweave.engine.order import action_order
+from meshweave.engine.pairs import PairKey, PairTurns
 from meshweave.engine.schedules import (
     SCHEDULES,
     ActivationMemory,
@@ -174,3 +176,12 @@ def _best_under_cap(
         expected=f"memory_cap_bytes={max(peaks)} or more",
         hint="smaller or more microbatches (accumulate=), or recompute",
     )
+
+
+def turns_of_pairs(
+    roles: Sequence[RankGraph], schedule: Schedule, microbatches: int, costs: Costs | None
+) -> dict[PairKey, PairTurns]:
+    """The turns of pairs of actions; none without a machine profile, where they run one behind the other."""
+    if not isinstance(costs, MachineProfile):
+        return {}
+    return pair_turns(roles, costs, default_fusion(costs), schedule, microbatches)

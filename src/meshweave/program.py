@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from meshweave.capture.contract import Contract
 from meshweave.capture.optimizers import OptimizerSpec
 from meshweave.capture.step import CaptureOptions
 from meshweave.cost.hardware import Costs
 from meshweave.engine.actions import Schedule
+from meshweave.engine.pairs import PairKey, PairTurns
 from meshweave.ir.graph import StepGraph, op_name, origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
@@ -63,6 +65,7 @@ class Program(Planned):
     ahead: Program | None = None  # what microbatches need of the whole batch
     coupling: str = ""  # why the step on microbatches is not that on the whole batch
     pipeline: Schedule | None = None  # of the stages, if they work on several microbatches at a time
+    pairs: Mapping[PairKey, PairTurns] = field(default_factory=dict)  # how actions that run as one take turns
     storage: str = ""  # why the program of an earlier start was of no use, or why this program could not be stored
 
     @property

@@ -61,7 +61,8 @@ class CompiledStep:
         used are kept."""
         self.model, self.optimizer = model, optimizer
         note_untrained(model, optimizer)
-        session = Session(program.roles, world, replace(settings, is_sum=program.is_sum, pipeline=program.pipeline))
+        own = replace(settings, is_sum=program.is_sum, pipeline=program.pipeline, pairs=program.pairs)
+        session = Session(program.roles, world, own)
         spec = program.optimizer
         session.state.fill(_initial_values(session.state, model, settings))
         session.bindings.bind(session.state, model, optimizer)

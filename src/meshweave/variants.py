@@ -247,7 +247,11 @@ class Variants:
                 check_entries(first.program.contract.batch, batch)  # an entry that is not there may be the reason
             raise
         settings = replace(
-            first.session.settings, accumulate=accumulate, is_sum=program.is_sum, pipeline=program.pipeline
+            first.session.settings,
+            accumulate=accumulate,
+            is_sum=program.is_sum,
+            pipeline=program.pipeline,
+            pairs=program.pairs,
         )
         session = Session(program.roles, first.session.world, settings, share=first.session)
         rows, number = rows_check(program, first.session.world), self._num_compiled

@@ -84,6 +84,10 @@ class Executor(Protocol):
         StepError when a task fails."""
         ...
 
+    def run_piece(self, action: str, stops: tuple[str, ...], index: int) -> None:
+        """Run a piece of an action, which is cut before the waits with these names."""
+        ...
+
     def end(self) -> None:
         """Release the values of the microbatch."""
         ...

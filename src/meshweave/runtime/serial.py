@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from meshweave.engine.pairs import pieces_of
 from meshweave.errors import MeshweaveError
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.cuda_graphs import CudaGraphs
@@ -28,6 +29,8 @@ from meshweave.runtime.executor import (
 from meshweave.runtime.interfaces import Communicator, Observer
 from meshweave.runtime.recorded import RecordedPasses
 from meshweave.runtime.straight_line import Run, straight_line
+
+PieceKey = tuple[str, tuple[str, ...], int]  # an action, the waits before which it is cut, the number of the piece
 
 
 @dataclass(slots=True)
@@ -59,7 +62,7 @@ class SerialExecutor:
     _env: Env = field(default_factory=list)
     _recorder: Observer | None = None
     _microbatch: int = 0
-    _codes: dict[str, Run] = field(default_factory=dict)  # of the actions that have run
+    _codes: dict[PieceKey, Run] = field(default_factory=dict)  # of the actions that have run
     _passes: RecordedPasses | None = None
     _is_recorded: bool = False  # the current pass
 
@@ -103,24 +106,32 @@ class SerialExecutor:
         """Release what other stages have received; or wait until they have received all."""
         self.communicator.finish_sends(waits)
 
+    def run_piece(self, action: str, stops: tuple[str, ...], index: int) -> None:
+        """Run a piece of an action, which is cut before the waits with these names."""
+        pieces = pieces_of(self.compiled.tasks[action], stops, lambda task: task.node.name)
+        self._run_tasks((action, stops, index), pieces[index] if index < len(pieces) else (), None)
+
     def run(self, action: str, after: After | None = None) -> None:
         """Run an action of the microbatch to its end on all local devices.
 
         `after(i, task)` is called when new parameters or optimizer state are available on local device i. Raises
         StepError when a task fails."""
+        if self._passes is not None and self._is_recorded:
+            self._passes.run(action, self._env, after)
+            return
+        self._run_tasks((action, (), 0), self.compiled.tasks[action], after)
+
+    def _run_tasks(self, key: PieceKey, tasks: Sequence[Task], after: After | None) -> None:
         env, recorder = self._env, self._recorder
         self.communicator.microbatch = self._microbatch
-        if self._passes is not None and self._is_recorded:
-            self._passes.run(action, env, after)
-            return
         if recorder is None and self.meter is None:
             with torch.no_grad():
-                self._code(action)(env, after)
+                self._code(key, tasks)(env, after)
             return
         if recorder is not None:
             recorder.action_begins()
         with torch.no_grad():
-            for task in self.compiled.tasks[action]:
+            for task in tasks:
                 began = None if recorder is None else recorder.mark()
                 self._run(task, env)
                 if recorder is not None:
@@ -129,10 +140,10 @@ class SerialExecutor:
                     report_value(self.meter, task, env, 0)
                 finish(task, env, 0, self.meter, after, self.compiled)
 
-    def _code(self, action: str) -> Run:
-        if action not in self._codes:
-            self._codes[action] = straight_line(self.compiled.tasks[action], self.device, self._run)
-        return self._codes[action]
+    def _code(self, key: PieceKey, tasks: Sequence[Task]) -> Run:
+        if key not in self._codes:
+            self._codes[key] = straight_line(tasks, self.device, self._run)
+        return self._codes[key]
 
     def _run(self, task: Task, env: Env) -> None:
         if task.is_wait:

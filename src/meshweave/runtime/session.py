@@ -26,6 +26,7 @@ from meshweave.capture.step_inputs import LOSS_SCALE
 from meshweave.cost.simulate.result import Simulation
 from meshweave.engine.actions import Action, Actions, Schedule, forms_of
 from meshweave.engine.for_roles import scheduled
+from meshweave.engine.pairs import PairKey, PairTurns
 from meshweave.engine.sections import READ_BEFORE
 from meshweave.errors import PlanError, StepError
 from meshweave.ir.graph import Spec
@@ -131,11 +132,13 @@ class RunOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
     """What a session runs by. `accumulate` is the number of microbatches of a step, whose losses and metrics are added
-    up if `is_sum`, else averaged; `pipeline` the schedule of the stages, if they work on several at a time; `weights` a
-    folder of files with initial parameters, `loss_scale` the rules of a step that scales its loss."""
+    up if `is_sum`, else averaged; `pipeline` the schedule of the stages, if they work on several at a time, `pairs` the
+    turns of actions that run as one; `weights` a folder of files with initial parameters, `loss_scale` the rules of a
+    step that scales its loss."""
 
     accumulate: int = 1
     pipeline: Schedule | None = None
+    pairs: Mapping[PairKey, PairTurns] = field(default_factory=dict)
     is_sum: bool = False
     seed: int = 0
     weights: str | None = None
@@ -332,7 +335,7 @@ class Session:
         on processors."""
         together = batched_updates if self.world.device.type == "cpu" else None
         compiled = self._compile_with(fuse or together)
-        self.turns = Turns(self.world, self.sections, self.schedule, compiled, meter)
+        self.turns = Turns(self.world, self.sections, self.schedule, compiled, meter, self.settings.pairs)
         self.ranks = self.turns.ranks
         graphs = self._recorder(fuse is not None)
         for executor in self.turns.executors:

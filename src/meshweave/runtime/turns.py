@@ -6,16 +6,19 @@ microbatches are in flight, and the update has an environment of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from meshweave.engine.actions import Action, Actions, Schedule, forms_of
 from meshweave.engine.order import action_order
+from meshweave.engine.pairs import PairKey, PairTurns, key_of_pair
 from meshweave.engine.sections import Sections
 from meshweave.runtime.executor import After, Compiled, Env, Meter, environment
 from meshweave.runtime.interfaces import Executor, World
+
+NO_PAIRS: Mapping[PairKey, PairTurns] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,10 @@ class Turns:
         schedule: Schedule,
         compiled: Callable[[int, Actions], Compiled],
         meter: Meter | None,
+        pairs: Mapping[PairKey, PairTurns] = NO_PAIRS,
     ) -> None:
-        """`compiled(role, form)`: the tasks of a role in a microbatch that runs these actions."""
+        """`compiled(role, form)`: the tasks of a role in a microbatch that runs these actions. `pairs`: the turns of
+        actions that run as one, where a process has a single device; others hide nothing."""
         self.world, self.schedule = world, schedule
         self.roles = [its.role for its in sections]
         self._role_of = [next(r for r, its in enumerate(self.roles) if d in its.devices) for d in world.devices]
@@ -124,6 +129,8 @@ class Turns:
             crew = self._crew(range(len(world.devices)), 0, self._forms[self._role_of[0]], is_stage=False)
             self._runs = self._runs_of(crew, range(len(self.of_device[0])))
             self._update = self._runs.pop()
+        self._pairs = pairs if len(world.devices) == 1 else NO_PAIRS
+        self._groups = [*self._grouped()]
         self._envs: dict[int, list[Env]] = {}
         self._store: list[dict[int, Any]] = [{} for _ in world.devices]
 
@@ -160,6 +167,15 @@ class Turns:
             _CrewTurn(crew, tuple(each), forms[turns[n].action.microbatch]) for each, n in zip(at, numbers, strict=True)
         ]
 
+    def _grouped(self) -> Iterator[list[_CrewTurn]]:
+        """The actions in order, those together that run as one."""
+        group: list[_CrewTurn] = []
+        for run in self._runs:
+            group.append(run)
+            if not (self._first(run).action.with_next and self._pairs):
+                yield group
+                group = []
+
     @property
     def executors(self) -> list[Executor]:
         """Those of all actions."""
@@ -187,15 +203,17 @@ class Turns:
     def run(self, done: Callable[[Action, list[Env]], None]) -> None:
         """Run all actions before the update, and make ready what that reads. `done(action, envs)` is called after each
         action of the first local device."""
-        for run in self._runs:
-            self._run(run)
-            if run.crew.places[0] == 0:
-                action = self.of_device[0][run.at[0]].action
-                done(action, self._envs[action.microbatch])
-            self._release(run)
+        for group in self._groups:
+            self._run(group)
+            for run in group:
+                if run.crew.places[0] == 0:
+                    action = self.of_device[0][run.at[0]].action
+                    done(action, self._envs[action.microbatch])
+                self._release(run)
         if self.schedule.is_pipelined:
             self._executor(self._update).finish_sends(True)
         self._open(self._update)
+        self._resume(self._update)
 
     @property
     def last(self) -> list[Env]:
@@ -209,7 +227,7 @@ class Turns:
 
     def run_first(self) -> list[Env]:
         """Run the first action alone, which changes nothing, and return its environments."""
-        self._run(self._runs[0])
+        self._run(self._runs[:1])
         return self._envs[0]
 
     def end(self) -> None:
@@ -226,23 +244,44 @@ class Turns:
     def _executor(self, run: _CrewTurn) -> Executor:
         return run.crew.executors[run.form]
 
-    def _run(self, run: _CrewTurn) -> None:
-        self._open(run)
-        self._executor(run).run(self._first(run).action.key)
-        self._close(run)
+    def _run(self, group: Sequence[_CrewTurn]) -> None:
+        """Run an action, or two as one."""
+        for run in group:
+            self._open(run)
+        turns = self._pairs.get(self._key_of(group)) if len(group) > 1 else None
+        if turns is None:
+            for run in group:
+                self._resume(run)
+                self._executor(run).run(self._first(run).action.key)
+        else:
+            pieces = [0] * len(group)
+            for which, _ in turns:
+                stops = tuple(stop for each, stop in turns if each == which)
+                self._resume(group[which])
+                self._executor(group[which]).run_piece(self._first(group[which]).action.key, stops, pieces[which])
+                pieces[which] += 1
+        for run in group:
+            self._close(run)
+
+    def _key_of(self, group: Sequence[_CrewTurn]) -> PairKey:
+        return key_of_pair(self._role_of[group[0].crew.places[0]], [self._first(run).action for run in group])
+
+    def _resume(self, run: _CrewTurn) -> None:
+        """Let the executor go on with the microbatch of an action."""
+        crew, executor, microbatch = run.crew, self._executor(run), self._first(run).action.microbatch
+        if crew.current != (executor, microbatch):
+            envs = self.environments(microbatch)
+            executor.begin([envs[i] for i in crew.places], microbatch)
+            crew.current = executor, microbatch
 
     def _open(self, run: _CrewTurn) -> None:
         """Make ready what an action reads."""
-        crew, executor, action = run.crew, self._executor(run), self._first(run).action
-        envs = self.environments(action.microbatch)
+        envs = self.environments(self._first(run).action.microbatch)
         if self.schedule.is_pipelined:
             self._post(run)
             if run.following is not None:
                 self._post(run.following)
-        if crew.current != (executor, action.microbatch):
-            executor.begin([envs[i] for i in crew.places], action.microbatch)
-            crew.current = executor, action.microbatch
-        for i, at in zip(crew.places, run.at, strict=True):
+        for i, at in zip(run.crew.places, run.at, strict=True):
             self._take(i, self.of_device[i][at], envs[i])
 
     def _close(self, run: _CrewTurn) -> None:

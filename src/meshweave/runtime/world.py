@@ -187,6 +187,10 @@ class LocalExecutor:
             report_value(self.meter, task, env, self._places[i])
         finish(task, env, self._places[i], self.meter, after, self.ranks[i])
 
+    def run_piece(self, action: str, stops: tuple[str, ...], index: int) -> None:
+        if index == 0:  # devices in turn on a thread hide nothing
+            self.run(action)
+
     def _passed_on(self, task: Task) -> tuple[Transfer, tuple[str, int]] | None:
         """The transfer and the message of a start or wait that concerns devices elsewhere."""
         if self._mailbox is None or not (task.is_start or task.is_wait):

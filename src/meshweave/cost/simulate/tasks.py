@@ -22,10 +22,18 @@ from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, is_in_b
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.for_roles import scheduled
 from meshweave.engine.match import Channel, Start, match_roles, match_transfer, plain_args
-from meshweave.engine.pairs import groups_of_actions, interleave
+from meshweave.engine.pairs import (
+    PairedItem,
+    PairKey,
+    PairTurns,
+    groups_of_actions,
+    in_turns,
+    key_of_pair,
+    turns_of_pair,
+)
 from meshweave.engine.sections import Kind, Sections
 from meshweave.engine.task_graph import TaskGraph
-from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT
+from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT, transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
@@ -103,6 +111,7 @@ class _TaskLowering:
     tasks: list[SimulatedTask] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
     waits: dict[int, int] = field(default_factory=dict)  # start -> its wait
+    paired: dict[PairKey, PairTurns] = field(default_factory=dict)
     flat: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
     def run(self) -> Tasks:
@@ -141,7 +150,9 @@ class _TaskLowering:
         begun: dict[tuple[fx.Node, int], int] = {}
         numbers = []
         for group in groups_of_actions(self.schedule.of_role[number]):
-            for at, item in interleave([[*self.items_of(number, action)] for action in group], _start_of):
+            parts = [[*self.items_of(number, action)] for action in group]
+            turns = self.turns(number, group, parts)
+            for at, item in in_turns(parts, turns, _name_of):
                 microbatch = min(group[at].microbatch, self.schedule.last_microbatch)
                 numbers.append(self.add(self.task(number, item, microbatch)))
                 if isinstance(item, Kernel):
@@ -153,9 +164,29 @@ class _TaskLowering:
                 else:
                     begun[item, microbatch] = numbers[-1]
         launches = launch_times([self.tasks[task].node for task in numbers], self.fusion, self.profile.eager_s)
-        for task, at in zip(numbers, launches, strict=True):
-            self.tasks[task] = replace(self.tasks[task], issued=at)
+        for task, issued in zip(numbers, launches, strict=True):
+            self.tasks[task] = replace(self.tasks[task], issued=issued)
         return numbers
+
+    def turns(self, number: int, group: Sequence[Action], parts: Sequence[Sequence[Kernel | fx.Node]]) -> PairTurns:
+        """The turns of the actions of a role that run as one."""
+        if len(group) == 1:
+            return ((0, ""),)
+        key = key_of_pair(number, group)
+        if key not in self.paired:
+            self.paired[key] = turns_of_pair([[self.timed(number, item) for item in part] for part in parts])
+        return self.paired[key]
+
+    def timed(self, number: int, item: Kernel | fx.Node) -> PairedItem:
+        """The times of what a role runs, alone."""
+        if isinstance(item, Kernel):
+            return PairedItem(_name_of(item), self.kernel(number, item, 0).seconds)
+        if item.target is WAIT:
+            return PairedItem(item.name, start=item.all_input_nodes[0].name)
+        if item.target is transfer:  # receives begin an action before
+            return PairedItem(item.name)
+        start = self.task(number, item, 0)
+        return PairedItem(item.name, 0.0, self.collective(str(item.args[-1]), (number,), [start]).seconds)
 
     def items_of(self, number: int, action: Action) -> Iterator[Kernel | fx.Node]:
         """What a role runs in an action, in order."""
@@ -351,9 +382,8 @@ class _TaskLowering:
         )
 
 
-def _start_of(item: Kernel | fx.Node) -> Kernel | fx.Node | None:
-    """The node that starts what a wait waits for."""
-    return item.all_input_nodes[0] if isinstance(item, fx.Node) and item.target is WAIT else None
+def _name_of(item: Kernel | fx.Node) -> str:
+    return (item.node if isinstance(item, Kernel) else item).name
 
 
 def _samples(transfer: Transfer) -> Iterator[Sequence[Any]]:
@@ -407,6 +437,21 @@ def lower_tasks(
     roles = [role_tasks(its, profile, fusion) for its in sections]
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
     return _TaskLowering(graphs, profile, roles, actions, narrow, buckets, fusion).run()
+
+
+def pair_turns(
+    graphs: Sequence[RankGraph], profile: MachineProfile, fusion: Fusion, pipeline: Schedule, microbatches: int
+) -> dict[PairKey, PairTurns]:
+    """The turns of the actions that run as one in a schedule of the stages, on a machine."""
+    sections, actions = scheduled(graphs, pipeline, microbatches)
+    if not any(action.with_next for its in actions.of_role for action in its):
+        return {}
+    lowering = _TaskLowering(graphs, profile, [role_tasks(its, profile, fusion) for its in sections], actions)
+    for number, its in enumerate(actions.of_role):
+        for group in groups_of_actions(its):
+            if len(group) > 1:
+                lowering.turns(number, group, [[*lowering.items_of(number, action)] for action in group])
+    return lowering.paired
 
 
 def launch_times(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> Iterator[float]:
