@@ -31,12 +31,16 @@ def receive(
     own: Tensor | None,
     part: Callable[[Message], Tensor],
     on: torch.device,
+    is_fresh: bool = False,
 ) -> Tensor:
-    """A device's piece of a transfer's target, assembled from its own part (`own`) and the parts that others sent."""
+    """A device's piece of a transfer's target, assembled from its own part (`own`) and the parts that others sent.
+    `is_fresh`: parts that others sent have memory of their own, so that a single one may be the piece."""
     shape = entry.spec.shape
     mine = entry.target.box_of(shape, device)
     if own is not None and len(messages) == 1 and messages[0].sender == device and own.shape == torch.Size(mine.size):
         return own
+    if is_fresh and len(messages) == 1 and messages[0].sender != device and messages[0].box == mine:
+        return part(messages[0])
     piece = torch.empty(mine.size, dtype=entry.spec.dtype, device=on)
     for message in messages:
         if message.sender == device:

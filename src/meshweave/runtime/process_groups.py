@@ -232,7 +232,8 @@ class ClusterCommunicator:
             if self.rank not in entry.target.mesh:
                 return None
             remaining = {sender: iter(own_parts) for sender, own_parts in parts.items()}
-            return receive(entry, self.rank, received, operand, lambda m: next(remaining[m.sender]), device)
+            part = lambda message: next(remaining[message.sender])  # noqa: E731
+            return receive(entry, self.rank, received, operand, part, device, is_fresh=True)
 
         return Pending(works, (*buffers, *(part for own_parts in parts.values() for part in own_parts)), finish)
 
