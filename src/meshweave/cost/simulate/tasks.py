@@ -52,6 +52,7 @@ class SimulatedTask:
     received: float = 0.0  # bytes that a device receives
     issued: float = 0.0  # earliest launch by the processor, in seconds from the step's begin
     flops: float = 0.0
+    action: Action | None = None  # in which its role runs it; None for a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +139,12 @@ class _TaskLowering:
     def stream(self, number: int) -> list[int]:
         """The tasks of a role's compute stream, action by action."""
         begun: dict[tuple[fx.Node, int], int] = {}
-        numbers = []
+        numbers, actions = list[int](), list[Action]()
         for action in self.schedule.of_role[number]:
             microbatch = min(action.microbatch, self.schedule.last_microbatch)
             for item in self.items_of(number, action):
                 numbers.append(self.add(self.task(number, item, microbatch)))
+                actions.append(action)
                 if isinstance(item, Kernel):
                     continue
                 if item.target is WAIT:
@@ -152,8 +154,8 @@ class _TaskLowering:
                 else:
                     begun[item, microbatch] = numbers[-1]
         launches = launch_times([self.tasks[task].node for task in numbers], self.fusion, self.profile.eager_s)
-        for task, at in zip(numbers, launches, strict=True):
-            self.tasks[task] = replace(self.tasks[task], issued=at)
+        for task, at, action in zip(numbers, launches, actions, strict=True):
+            self.tasks[task] = replace(self.tasks[task], issued=at, action=action)
         return numbers
 
     def items_of(self, number: int, action: Action) -> Iterator[Kernel | fx.Node]:
