@@ -17,6 +17,7 @@ import meshweave as mw
 from meshweave.check.completeness import check_complete
 from meshweave.check.deadlock import check_deadlock
 from meshweave.cost.simulate.step import simulate_roles
+from meshweave.engine.for_roles import scheduled
 from meshweave.engine.lower import lower
 from meshweave.errors import MeshweaveError, VerifyError
 from meshweave.ir.collectives import WAIT, destinations, permute
@@ -194,7 +195,7 @@ def test_a_permute_is_recorded() -> None:
     executor.begin(envs)
     for action in ("forward", "backward", "update"):
         executor.run(action)
-    found = measured([made], recorder.traces(world.devices, began, recorder.mark()))
+    found = measured(*scheduled([made], None, 1), recorder.traces(world.devices, began, recorder.mark()))
     (span,) = (s for s in found.spans if s.kind != "compute")
     assert (span.op, span.kind, span.bytes, span.group) == ("permute", "transfer", 16.0, "b")
     assert [s.op for s in found.spans if s.kind == "compute"] == ["start", "wait"]

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshweave.cost.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
+from meshweave.engine.schedules.clock import PipelineTimes, pipeline_times
+from meshweave.engine.schedules.form import ranks_of_stages
+from meshweave.engine.schedules.generators import make_schedule
 from meshweave.report.moves import MoveRow
 
 # op, seconds, flops, submodule, line of modeling_llama.py: the kernels of a layer in forward.
@@ -269,7 +272,7 @@ def _role(spans: list[Span], role: int, seconds: float) -> RoleResult:
 def _curve(spans: list[Span], seconds: float) -> Iterator[tuple[float, int]]:
     """Grows in forward, shrinks in backward, with a saw's teeth of gathered weights."""
     level = 14 * 2**30
-    growth = 46 * 2**30 // sum(s.phase == "forward" and s.kind == "compute" for s in spans)
+    growth = 46 * 2**30 // max(1, sum(s.phase == "forward" and s.kind == "compute" for s in spans))
     yield 0.0, level
     for span in spans:
         if span.op == "all_gather":
@@ -304,3 +307,51 @@ def moves_of(simulation: Simulation) -> tuple[MoveRow, ...]:
             )
             found.append(row)
     return tuple(found)
+
+
+def pipeline_sample(name: str, ranks: int, microbatches: int) -> tuple[Simulation, PipelineTimes]:
+    """A step as the clock of schedules says: a kernel per action, a transfer per message; and these times."""
+    schedule = make_schedule(name, ranks, microbatches)
+    rank_of, last = ranks_of_stages(schedule), schedule.num_stages - 1
+    times = pipeline_times(schedule, F=1e-3, B=1.1e-3, W=0.9e-3, comm=1e-4)
+    timed = [(rank, row) for rank, rows in enumerate(times.of_rank) for row in rows]
+    ends = {(row.action.name, row.action.stage, row.action.microbatch): row.end_s for _, row in timed}
+    found: list[dict[str, Any]] = []
+    sent: dict[tuple[str, int, int], int] = {}
+    for rank, row in sorted(timed, key=lambda item: (item[1].begin_s, item[1].end_s)):
+        kind, stage, number = row.action.name, row.action.stage, row.action.microbatch
+        phase = "forward" if kind == "forward" else "backward"
+        common = {"phase": phase, "action": kind, "microbatch": number, "module": f"layers.{stage}", "line": "a.py:1"}
+        before = stage - 1 if kind == "forward" else stage + 1
+        arrived = sent.get((phase, before, number)) if kind != "weight" else None
+        stream = f"compute {rank}"
+        found.append(
+            common | {
+                "kind": "compute", "op": "aten.mm", "stream": stream, "role": rank, "start": row.begin_s,
+                "seconds": row.end_s - row.begin_s, "stage": stage, "needs": () if arrived is None else (arrived,),
+                "flops": 1e12,
+            }
+        )  # fmt: skip
+        after = stage + 1 if kind == "forward" else stage - 1
+        if kind != "weight" and 0 <= after <= last and rank_of[after] != rank:
+            sent[phase, stage, number] = len(found)
+            stream = f"transfer {rank} -> {rank_of[after]}"
+            found.append(
+                common | {
+                    "kind": "transfer", "op": "transfer", "stream": stream, "role": rank,
+                    "start": ends[kind, stage, number], "seconds": 1e-4, "stage": stage, "needs": (len(found) - 1,),
+                }
+            )  # fmt: skip
+    order = sorted(range(len(found)), key=lambda i: (found[i]["start"], i))
+    place = {old: new for new, old in enumerate(order)}
+    spans = []
+    for new, old in enumerate(order):
+        needs = tuple(sorted(place[n] for n in found[old].pop("needs")))
+        spans.append(Span(index=new, name=f"mm_{old}", names=(f"mm_{old}",), needs=needs, **found[old]))
+    base = sample(layers=1)
+    roles = tuple(replace(_role(spans, role, times.step_s), at_peak=()) for role in range(ranks))
+    step = replace(
+        base, seconds=times.step_s, spans=tuple(spans), roles=roles, mesh=f"pp={ranks}", schedule=name,
+        streams=tuple(dict.fromkeys(s.stream for s in spans)), title=f"{name}, pp={ranks}",
+    )  # fmt: skip
+    return step, times

@@ -13,13 +13,14 @@ from statistics import median
 from typing import Any
 
 import pytest
-from tests.report.samples import moves_of, sample
+from tests.report.samples import moves_of, pipeline_sample, sample
 
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import MeshweaveError
 from meshweave.report.html import html_page
+from meshweave.report.pipeline import pipeline_of
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell", "chromium-headless-shell")
 BROWSER = os.environ.get("MESHWEAVE_BROWSER") or next(filter(None, map(shutil.which, NAMES)), "")
 HOSTILE = "</script><script>window.stolen=1</script><img src=x onerror=window.stolen=1>&amp;\u2028'\"`${1}"
 Open = Callable[..., Any]
@@ -374,3 +375,69 @@ def test_no_table_is_wider_than_its_place(open_page: Open, width: int) -> None:
     for tab in page.locator("#tabs [data-tab]").all():
         tab.click()
         assert page.evaluate(cut) == 0, tab.inner_text()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipev"])
+def test_a_pipeline_is_drawn_with_the_reason_of_each_gap(open_page: Open, name: str) -> None:
+    step, _ = pipeline_sample(name, 4, 8)
+    picture = pipeline_of(step)
+    assert picture is not None
+    page = open_page(step)
+    assert page.locator("#tabs [data-tab]").first.get_attribute("aria-selected") == "true"
+    assert page.inner_text(".pipeline-text") == str(picture)
+    at = max(range(len(picture.gaps)), key=lambda i: picture.gaps[i].seconds)
+    for kind, number, expected in (
+        ("gaps", at, [f"role {picture.gaps[at].role} waits", f"for {picture.gaps[at].text}"]),
+        ("blocks", 0, ["forward of microbatch 0, stage 0", "role 0"]),
+    ):
+        box = page.evaluate(f"meshweave.pipelineBox('{kind}', {number})")
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        tip = page.inner_text("#tooltip")
+        for text in expected:
+            assert text in tip
+    page.mouse.down()
+    page.mouse.up()
+    assert page.evaluate("meshweave.state.selected") == picture.blocks[0].spans[0]
+    rows = page.evaluate("meshweave.tableRows().length")
+    assert rows == 0, "the table of communications is another"
+    first = page.locator(".pipeline-view .grid .row").first
+    assert picture.gaps[at].text in first.inner_text()
+    first.click()
+    begin, end = visible(page)
+    assert begin <= picture.gaps[at].start * 1e9 < picture.gaps[at].end * 1e9 <= end + 1
+
+
+def test_blocks_that_run_as_one_share_the_height(open_page: Open) -> None:
+    step, _ = pipeline_sample("dualpipev", 2, 6)
+    page = open_page(step)
+    halves = page.evaluate("meshweave.pipelines[0].blocks.map((b) => b.half)")
+    picture = pipeline_of(step)
+    assert picture is not None
+    pairs = {
+        (b.role, b.start)
+        for b in picture.blocks
+        for c in picture.blocks
+        if b is not c and b.role == c.role and b.start == c.start
+    }
+    assert halves.count(1) == halves.count(2) == len(pairs) > 0
+
+
+def test_thousands_of_actions_are_drawn_quickly(open_page: Open) -> None:
+    step, _ = pipeline_sample("zbv", 8, 64)
+    page = open_page(step)
+    assert page.evaluate("meshweave.pipelines[0].blocks.length") == 8 * 64 * 2 * 3
+    assert median(page.evaluate("[...Array(9)].map(() => meshweave.measurePipeline())")) < 60
+
+
+def test_modelled_and_measured_pipelines_stand_below_each_other(open_page: Open) -> None:
+    step, _ = pipeline_sample("1f1b", 2, 4)
+    page = open_page(step, measured=replace(step, source="measured"), size=(500, 1000))
+    assert page.locator(".pipeline-text .tag").all_inner_texts() == ["modelled", "measured"]
+    assert page.evaluate("document.documentElement.scrollWidth") == 500
+    width = page.evaluate("document.querySelector('canvas.pipeline').getBoundingClientRect().width")
+    assert 440 < width <= 500
+
+
+def test_without_a_schedule_there_is_no_pipeline(open_page: Open) -> None:
+    page = open_page(sample(roles=2))
+    assert page.locator("[data-tab=pipeline]").count() == 0

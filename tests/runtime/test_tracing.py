@@ -17,6 +17,7 @@ from torch import fx, nn
 import meshweave as mw
 from meshweave.capture.batch import Batch
 from meshweave.cost.simulate.result import Simulation
+from meshweave.engine.for_roles import scheduled
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT, functional
 from meshweave.ir.graph import Input, Origin, Spec, op_name
@@ -250,7 +251,7 @@ def test_a_wait_exposes_what_its_channel_does() -> None:
         DeviceTrace(device=d, began=0.5, ended=11.5, events=events, changes=changes, persistent_bytes=16)
         for d in (0, 1)
     ]
-    found = measured([role], traces, tokens=3)
+    found = measured(*scheduled([role], None, 1), traces, tokens=3)
     spans = {(s.name, s.kind): s for s in found.spans}
     assert found.seconds == 11.0
     moved = [(s.name, s.start, s.end) for s in found.spans if s.kind == "collective"]

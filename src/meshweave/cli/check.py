@@ -15,12 +15,14 @@ from meshweave.check.runs import CHECK_STEPS, Recipe, Training
 from meshweave.cli.command import option
 from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen
+from meshweave.engine.schedules.memory import peak_activations
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
 from meshweave.place.plan_text import parse_plan
 from meshweave.place.plans import Plan
 from meshweave.report import tables
 from meshweave.report.moves import rounded_sums
+from meshweave.report.pipeline import schedule_text
 from meshweave.runtime.cluster import check_devices, make_world
 from meshweave.runtime.world import LocalWorld
 from meshweave.train_step import CompiledStep, TrainStep
@@ -82,6 +84,10 @@ def check(screen: Screen, job: CheckOptions) -> int:
             bounds=Bounds.under(autocast or cast), progress=stage,
         )  # fmt: skip
     screen.say(tables.proof_text(complete, deadlock))
+    if (schedule := program.pipeline) is not None:
+        most = max(peak_activations(schedule))
+        text = schedule_text(schedule.name, schedule.stages_of_role, schedule.num_microbatches)
+        screen.say(f"{text}, at most {most:g} activations")
     narrow, count = rounded_sums(program.placed)
     if count:
         screen.say(

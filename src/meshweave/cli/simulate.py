@@ -21,6 +21,7 @@ from meshweave.program import Program
 from meshweave.report.diff import diff_rows, diff_table
 from meshweave.report.html import html_page
 from meshweave.report.moves import move_rows
+from meshweave.report.pipeline import pipeline_of
 from meshweave.report.simulation import simulation_table
 from meshweave.report.tables import bytes_text, plain_table
 from meshweave.report.trace import trace_json
@@ -172,8 +173,10 @@ def _result(
     rows: list[dict[str, Any]] | None,
     gains: Sequence[dict[str, Any]],
 ) -> None:
-    scheduled = {"overlap": gains} if gains else {}
+    scheduled: dict[str, Any] = {"overlap": gains} if gains else {}
     if len(simulations) == 1:
+        if (picture := pipeline_of(simulations[0])) is not None:
+            scheduled["pipeline"] = attributes_of(picture, "schedule", "stages_of_role", "bubble", "activations")
         screen.result(True, mesh=simulations[0].mesh, **scheduled, **simulations[0].as_dict())
         return
     each = [{"mesh": item.mesh, "title": item.title, **item.as_dict()} for item in simulations]

@@ -16,6 +16,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import fold_numbers
 from meshweave.report.diff import class_errors, diff_rows, step_split
 from meshweave.report.moves import MoveRow
+from meshweave.report.pipeline import PASSES, pipeline_of
 from meshweave.report.spans import class_of, lanes_of, nanoseconds
 
 _NUM_NAMES = 24  # listed graph nodes of a fused kernel; if there are more, their number is shown
@@ -87,8 +88,29 @@ class _Page:
             **_totals(simulation),
             "first": first,
             "count": len(simulation.spans),
+            "pipeline": self.pipeline(simulation, first),
             "roles": [self.role(role) for role in simulation.roles],
         }
+
+    def pipeline(self, simulation: Simulation, first: int) -> dict[str, Any] | None:
+        """Blocks and gaps of a pipeline, in nanoseconds; None if the stages follow no schedule."""
+        picture = pipeline_of(simulation)
+        if picture is None:
+            return None
+        blocks = [
+            (
+                b.role, self.string(PASSES.get(b.action, b.action)), b.stage, b.microbatch, nanoseconds(b.start),
+                nanoseconds(b.end), first + b.spans[0],
+            )
+            for b in picture.blocks
+        ]  # fmt: skip
+        gaps = []
+        for g in picture.gaps:
+            span = first + g.span if g.span >= 0 else -1
+            times = nanoseconds(g.start), nanoseconds(g.end)
+            gaps.append((g.role, *times, g.before, g.source, span, nanoseconds(g.message_seconds), self.string(g.text)))
+        stages = picture.stages_of_role
+        return {"text": str(picture), "bubble": picture.bubble, "stages": stages, "blocks": blocks, "gaps": gaps}
 
     def role(self, role: RoleResult) -> dict[str, Any]:
         tensors = [
@@ -209,7 +231,8 @@ def _diff(before: Simulation, after: Simulation) -> dict[str, Any]:
 
 # In order of dependency; together they form a function.
 _SCRIPTS = (
-    "model", "view", "lanes", "timeline", "minimap", "summary", "details", "table", "tabs", "graph", "input", "main",
+    "model", "view", "lanes", "timeline", "minimap", "summary", "details", "table", "pipeline", "tabs", "graph",
+    "input", "main",
 )  # fmt: skip
 
 

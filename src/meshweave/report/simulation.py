@@ -10,6 +10,7 @@ from rich.text import Text
 from meshweave.cost.simulate.memory import bytes_by_kind
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.ir.graph import fold_numbers
+from meshweave.report.pipeline import pipeline_of
 from meshweave.report.spans import COMPUTE_CLASSES, class_sums
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table, short_line
 
@@ -20,9 +21,10 @@ _LEAST_SHARE = 0.05
 
 def simulation_table(simulation: Simulation) -> Group:
     """The totals of a simulated step, time by class, exposed communications with reason and line, memory."""
+    picture = pipeline_of(simulation)
     parts: list[RenderableType] = [
         _totals(simulation),
-        Text(),
+        Text(f"{picture}\n" if picture is not None else ""),
         _classes(simulation),
         Text(),
         _exposed_table(simulation),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from torch import fx
@@ -13,6 +14,8 @@ from meshweave.cost.simulate.classify import operand_values, work_of
 from meshweave.cost.simulate.exposure import covered_seconds
 from meshweave.cost.simulate.memory import gradients_of, kind_of, with_twins
 from meshweave.cost.simulate.result import LiveTensor, Reason, RoleResult, Simulation, Span
+from meshweave.engine.actions import Actions, Schedule
+from meshweave.engine.sections import Sections
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import PERMUTE, STARTS, TABLE, WAIT, transfer
 from meshweave.ir.graph import op_name, origin_of
@@ -21,17 +24,21 @@ from meshweave.ir.values import Local, local_values
 from meshweave.ir.work import Attention, Matmul, Work
 from meshweave.runtime.tracing import DeviceTrace, Event
 
+_Run = tuple[str, int, int]  # of a node: for which action, on which stage, in which microbatch
+
 
 @dataclass(slots=True)
 class _Role:
     """The trace of the device that represents a role, as spans."""
 
     index: int
-    role: RankGraph
+    sections: Sections
+    actions: Actions
     trace: DeviceTrace
     zero: float
     first: int  # of its spans
     is_only: bool
+    role: RankGraph = field(init=False)
     nodes: dict[str, fx.Node] = field(init=False)
     local: Local = field(init=False)
     spans: list[Span] = field(default_factory=list)
@@ -40,21 +47,36 @@ class _Role:
     last_microbatch: int = 0
 
     def __post_init__(self) -> None:
+        self.role = self.sections.role
         self.nodes = {node.name: node for node in self.role.graph.nodes}
         self.local = local_values(self.role)
 
     def run(self) -> RoleResult:
-        microbatches: dict[tuple[str, bool], int] = {}
+        runs: dict[tuple[str, bool], Iterator[_Run]] = {}
         for event in _queued(self.trace.events, self.nodes):
-            key = (event.name, event.is_copy)
-            microbatches[key] = microbatches.get(key, -1) + 1
             node = self.nodes[event.name]
+            key = (event.name, event.is_copy)
+            if key not in runs:
+                runs[key] = self.runs(node)
             span = self.copy(node, event) if event.is_copy else self.task(node, event)
-            self.spans.append(replace(span, index=self.first + len(self.spans), microbatch=microbatches[key]))
+            action, stage, microbatch = next(runs[key])
+            microbatch = 0 if span.phase == "update" else microbatch
+            index = self.first + len(self.spans)
+            self.spans.append(replace(span, index=index, action=action, stage=stage, microbatch=microbatch))
         self.last_microbatch = max((span.microbatch for span in self.spans), default=0)
         self.expose()
         self.connect()
         return self.result()
+
+    def runs(self, node: fx.Node) -> Iterator[_Run]:
+        """Each run of a node, in order: those of the role's actions; without a name those of what no action has."""
+        known = [
+            (action.name, action.stage, action.microbatch)
+            for action in self.actions
+            if self.sections.has(node, action.kinds, action.stage)
+        ]
+        yield from known
+        yield from (("", 0, number) for number in count(len(known)))
 
     def task(self, node: fx.Node, event: Event) -> Span:
         """Ops that read and write, and the host's part of communications: starting and finishing them. For fused ops
@@ -220,11 +242,15 @@ def _live_tensor(node: fx.Node, size: int, inputs: Mapping[fx.Node, str], gradie
 
 
 def measured(
-    roles: Sequence[RankGraph], traces: Sequence[DeviceTrace], devices: Sequence[int] = (), tokens: int = 0
+    sections: Sequence[Sections],
+    schedule: Schedule,
+    traces: Sequence[DeviceTrace],
+    devices: Sequence[int] = (),
+    tokens: int = 0,
 ) -> Simulation:
-    """The recorded step in `traces`, with all devices on a common clock. A role is shown by its first device, or by its
-    device in `devices`. The step lasts from the start of the first device to the end of the last.
-    Raises MeshweaveError for a device that was not recorded."""
+    """The recorded step in `traces`, with all devices on a common clock; the roles of `sections` followed `schedule`.
+    A role is shown by its first device, or by its device in `devices`. The step lasts from the start of the first
+    device to the end of the last. Raises MeshweaveError for a device that was not recorded."""
     by_device = {trace.device: trace for trace in traces}
     if strange := [d for d in devices if d not in by_device]:
         known = ", ".join(map(str, sorted(by_device)))
@@ -232,16 +258,18 @@ def measured(
     zero = min(trace.began for trace in traces)
     spans: list[Span] = []
     results, shown = [], []
-    for i, role in enumerate(roles):
+    for i, its in enumerate(sections):
+        role = its.role
         device = next((d for d in devices if d in role.devices), role.devices[0])
         shown.append(device)
-        role_trace = _Role(i, role, by_device[device], zero, len(spans), len(roles) == 1)
+        role_trace = _Role(i, its, schedule.of_role[i], by_device[device], zero, len(spans), len(sections) == 1)
         results.append(role_trace.run())
         spans += role_trace.spans
+    _connect_transfers(spans, sections)
     spans, edges = _in_order(spans)
     computing = [span.stream for span in spans if span.kind == "compute"]
     moving = [span.stream for span in spans if span.kind != "compute"]
-    mesh = roles[0].mesh
+    mesh = sections[0].role.mesh
     return Simulation(
         seconds=max(trace.ended for trace in traces) - zero,
         spans=tuple(spans),
@@ -252,11 +280,25 @@ def measured(
         profile="this machine",
         profile_version=f"torch {torch.__version__}",
         source="measured",
+        schedule=schedule.name if schedule.is_pipelined else "",
         tokens=tokens,
         flops=sum(span.flops for span in spans),
         notes=(f"recorded on device{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))}",),
         edges=edges,
     )
+
+
+def _connect_transfers(spans: list[Span], sections: Sequence[Sections]) -> None:
+    """What a role receives from another needs what the sender's start needs."""
+    keys = [{n.name: str(n.args[-1]) for n in its.role.graph.nodes if n.target is transfer} for its in sections]
+    sent: dict[tuple[str, int], tuple[int, ...]] = {}
+    for span in spans:
+        if span.op == "start" and span.name in keys[span.role] and span.needs:
+            sent[keys[span.role][span.name], span.microbatch] = span.needs
+    for span in spans:
+        if span.op == "transfer" and not span.needs:
+            needs = sent.get((keys[span.role][span.name], span.microbatch), ())
+            spans[span.index] = replace(span, needs=needs)
 
 
 def _in_order(spans: Sequence[Span]) -> tuple[list[Span], tuple[tuple[int, int], ...]]:

@@ -471,7 +471,7 @@ class Session:
                     executor.record(None)
             traces = recorder.traces(self.world.devices, began, recorder.mark())
             all_traces = gathered(traces) if self.world.is_distributed else traces
-        return measured(self.roles, all_traces, devices, tokens)
+        return measured(self.sections, self.schedule, all_traces, devices, tokens)
 
     def _differentiate(self, micros: Sequence[Mapping[str, Tensor]]) -> tuple[list[Fetched], list[dict[str, Tensor]]]:
         """Forward, loss and backward of each microbatch. Its gradients are added to those of earlier ones; the last

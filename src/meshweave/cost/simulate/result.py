@@ -34,6 +34,7 @@ class Span:
     role computes nothing; if several run, it is attributed to the communication that the role waits for,
     else divided. `needs` are the spans that it had to wait for, `index` is its own index in `Simulation.spans`. `bytes`
     are received over links by a communication, moved in device memory by a kernel. `names` are its graph nodes.
+    `action` is what its role runs it for (`engine.actions`: "forward", "backward", "input", "weight", ...), on `stage`.
     """
 
     index: int
@@ -52,6 +53,8 @@ class Span:
     layout: str = ""  # for a communication: "[{fsdp}, {}] -> [{}, {}]", with the value's global dtype and shape
     group: str = ""  # for a communication: the axes, such as "dp,tp"
     microbatch: int = 0
+    action: str = ""
+    stage: int = 0
     exposed_seconds: float = 0.0
     reasons: tuple[Reason, ...] = ()
     needs: tuple[int, ...] = ()
@@ -98,7 +101,7 @@ class Simulation:
     """A step on a machine. `source` is "modelled" or "measured"; `profile` and `profile_version` name its costs.
     `flops` are those of the model's mathematics per step of the whole program (recomputation not counted), `mfu` is
     flops / (seconds * devices * peak rate of `mfu_dtype`); None if the profile has no peak or the step does not
-    fit. `tokens` per step."""
+    fit. `tokens` per step. `schedule` is the name of a pipeline's; "" for stages that run one after the other."""
 
     seconds: float
     spans: tuple[Span, ...]
@@ -110,6 +113,7 @@ class Simulation:
     profile_version: str
     source: Literal["modelled", "measured"] = "modelled"
     title: str = ""
+    schedule: str = ""
     tokens: int = 0
     flops: float = 0.0
     mfu: float | None = None

@@ -177,6 +177,7 @@ def _result(
         profile_version=profile.version,
         source="modelled",
         title=options.title,
+        schedule="" if options.pipeline is None else options.pipeline.name,
         tokens=options.tokens,
         flops=flops,
         mfu=mfu if not verdict else None,
@@ -202,6 +203,8 @@ def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
         names = tuple(n.name for n in task.kernel.nodes) if task.kernel is not None else (task.node.name,)
         kind = "compute" if task.kind != "copy" else "collective"
         kind = "transfer" if task.op in ("transfer", "permute") else kind
+        action = task.action or tasks.tasks[tasks.graph.needs[task_index][0]].action
+        assert action is not None
         spans.append(
             Span(
                 index=i,
@@ -221,6 +224,8 @@ def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
                 group=task.group,
                 # of what runs once, as in a measured step: the page pairs the spans of two runs by it
                 microbatch=0 if origin.phase == "update" else task.microbatch,
+                action=action.name,
+                stage=action.stage,
                 exposed_seconds=exposure.exposed.get(task_index, 0.0),
                 reasons=tuple(
                     type(r)(r.kind, r.seconds, r.text, number.get(r.blocker, -1))

@@ -61,6 +61,7 @@ class SimulatedTask:
     received: float = 0.0  # bytes that a device receives
     issued: float = 0.0  # earliest launch by the processor, in seconds from the step's begin
     flops: float = 0.0
+    action: Action | None = None  # in which its role runs it; None for a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +149,14 @@ class _TaskLowering:
     def stream(self, number: int) -> list[int]:
         """The tasks of a role's compute stream, action by action."""
         begun: dict[tuple[fx.Node, int], int] = {}
-        numbers = []
+        numbers, actions = list[int](), list[Action]()
         for group in groups_of_actions(self.schedule.of_role[number]):
             parts = [[*self.items_of(number, action)] for action in group]
             turns = self.turns(number, group, parts)
             for at, item in in_turns(parts, turns, _name_of):
                 microbatch = min(group[at].microbatch, self.schedule.last_microbatch)
                 numbers.append(self.add(self.task(number, item, microbatch)))
+                actions.append(group[at])
                 if isinstance(item, Kernel):
                     continue
                 if item.target is WAIT:
@@ -164,8 +166,8 @@ class _TaskLowering:
                 else:
                     begun[item, microbatch] = numbers[-1]
         launches = launch_times([self.tasks[task].node for task in numbers], self.fusion, self.profile.eager_s)
-        for task, issued in zip(numbers, launches, strict=True):
-            self.tasks[task] = replace(self.tasks[task], issued=issued)
+        for task, issued, action in zip(numbers, launches, actions, strict=True):
+            self.tasks[task] = replace(self.tasks[task], issued=issued, action=action)
         return numbers
 
     def turns(self, number: int, group: Sequence[Action], parts: Sequence[Sequence[Kernel | fx.Node]]) -> PairTurns:

@@ -4,12 +4,14 @@ function resize() {
   fitCanvas();
   redraw();
   paintMinimap();
+  drawPipeline();
 }
 
 on("resize", resize);
 on("range", () => {
   redraw();
   drawMinimap();
+  drawPipeline();
   const [begin, finish] = state.range;
   $("range").textContent = `${timeText(finish - begin)} of ${timeText(TOTAL)}`;
 });
@@ -67,9 +69,9 @@ function measureFrames(n) {
   return found;
 }
 
-// A little more than the rows need, never more than half of the column.
+// A little more than the rows need, never more than half of the column; less above a picture of the pipeline.
 function startHeight() {
-  const most = $("left").clientHeight * 0.52;
+  const most = $("left").clientHeight * (TABS.pipeline ? 0.38 : 0.52);
   scroller.style.flexBasis = `${Math.min(contentHeight + 2, most)}px`;
 }
 
@@ -77,18 +79,30 @@ drawSummary();
 startHeight();
 drawDetails();
 resize();
-openTab(DATA.errors ? "errors" : DATA.diff ? "diff" : "communications");
+openTab(TABS.pipeline ? "pipeline" : DATA.errors ? "errors" : DATA.diff ? "diff" : "communications");
 emit("range");
 new ResizeObserver(() => emit("resize")).observe(scroller);
 
 window.meshweave = {
-  state, measureFrames, select, fit, zoomTo, setRange, openTab, numSpans: N,
+  state, measureFrames, select, fit, zoomTo, setRange, openTab, numSpans: N, pipelines: PIPELINES,
   // Where a task is drawn, in the page's coordinates, for tests.
   boxOf(i) {
     const box = canvas.getBoundingClientRect();
     const row = rowOf(i);
     const y = box.top + row.y - scroller.scrollTop;
     return { x: box.left + toX(start[i]), y, width: toX(end[i]) - toX(start[i]), height: row.height };
+  },
+  // Where a block or gap of the first pipeline is drawn, and how long a picture of all takes, in milliseconds.
+  pipelineBox(kind, at) {
+    const item = PIPELINES[0][kind][at];
+    const box = pipe.canvas.getBoundingClientRect();
+    const row = pipe.rows.find((r) => r.its === item.its && r.role.index === item.role);
+    return { x: box.left + pipeX(item.from), y: box.top + row.y, width: pipeX(item.to) - pipeX(item.from), height: PIPELINE.row };
+  },
+  measurePipeline() {
+    const began = performance.now();
+    drawPipeline();
+    return performance.now() - began;
   },
   tableRows: () => table.made?.rows() ?? [],
 };

@@ -174,6 +174,7 @@ function diffTab() {
 // all of them
 
 const TABS = {
+  ...(RUNS.some((run) => run.pipeline) ? { pipeline: { name: "Pipeline", make: pipelineTab } } : {}),
   communications: { name: "Communications", make: communicationTab, count: () => BY_KIND },
   graph: { name: "Graph", make: () => graphTab() },
   memory: { name: "Memory at the peak", make: memoryTab },
