@@ -58,8 +58,8 @@ def _seconds(tasks: RoleTasks, profile: MachineProfile) -> Mapping[tuple[Kind, i
 
 
 def _bytes(tasks: RoleTasks) -> Mapping[tuple[Kind, int], int]:
-    """Bytes that forward of a stage stores for backward; under "weight" what its weight part reads of forward and of the
-    input part, which holds gradients for it."""
+    """Bytes that forward of a stage stores for backward; under "weight" what its weight part reads of forward and of
+    the input part, which holds gradients for it."""
     sizes = {x.storage: x.storage_bytes for results in tasks.local.values.values() for x in results}
     stage_of: dict[int, int] = {}
     of_input: set[int] = set()
