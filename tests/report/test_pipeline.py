@@ -17,7 +17,7 @@ from meshweave.engine.actions import Action
 from meshweave.engine.schedules.form import COMPUTE
 from meshweave.engine.schedules.generators import SCHEDULES, make_schedule
 from meshweave.engine.schedules.memory import peak_activations
-from meshweave.report.pipeline import PASSES, Gap, PipelinePicture, pipeline_of
+from meshweave.report.pipeline import PASSES, IdleTime, PipelinePicture, pipeline_of
 from meshweave.report.simulation import simulation_table
 
 NAMES = [name for name in SCHEDULES if name != "dualpipev"]  # pairs that run as one are a single gap to the clock
@@ -44,7 +44,7 @@ def test_gaps_and_their_reasons_are_those_of_the_clock(name: str) -> None:
     picture = pipeline_of(step)
     assert picture is not None
 
-    def row(gap: Gap) -> tuple[object, ...]:
+    def row(gap: IdleTime) -> tuple[object, ...]:
         before = picture.blocks[gap.before] if gap.before >= 0 else None
         return gap.role, round(gap.start, 9), round(gap.end, 9), before and (before.action, before.microbatch)
 

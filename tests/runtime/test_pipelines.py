@@ -190,6 +190,48 @@ def test_buffers_metrics_and_evaluation_are_those_without_a_pipeline() -> None:
         torch.testing.assert_close(buffers[name], value)
 
 
+class Chain(nn.Module):
+    """Four layers, each beside a layer that all stages use if `is_shared`, `times` times, from the last to the first if
+    `is_reversed`. The outputs are the values after each layer."""
+
+    def __init__(self, is_shared: bool = False, is_reversed: bool = False, times: int = 1) -> None:
+        super().__init__()
+        self.is_reversed, self.times = is_reversed, times
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.shared = nn.Linear(4, 4) if is_shared else None
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for layer in [*self.layers][:: -1 if self.is_reversed else 1] * self.times:
+            x = layer(x).tanh() + (0 if self.shared is None else self.shared(x))
+            found.append(x)
+        return found
+
+
+def mean_square(out: list[Tensor], batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(out[-1].float(), batch["y"])
+
+
+def losses_of(mesh: str, loss: Any = mean_square, model: dict[str, Any] | None = None, **options: Any) -> list[float]:
+    """Losses of three steps, and their last metrics, of a chain."""
+    torch.manual_seed(0)
+    chain, data = Chain(**model or {}), {name: torch.randn(8, 4) for name in "xy"}
+    step = mw.compile(
+        chain, loss=loss, example=data, optimizer=torch.optim.SGD(chain.parameters(), 0.1), mesh=mesh, **options
+    )
+    losses = [float(step(data)) for _ in range(3)]
+    return [*losses, *(float(value) for name, value in sorted(step.metrics.items()) if name != "loss")]
+
+
+@pytest.mark.parametrize(("mesh", "name"), [("pp=4", "1f1b"), ("pp=2", "zbv"), ("pp=2,dp=2", "zb-h1")])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_loss_that_is_scaled(mesh: str, name: str, clip: float | None) -> None:
+    precision = mw.Precision(autocast=torch.float16, loss_scale=mw.LossScale(init_scale=2.0**10))
+    options: dict[str, Any] = {"accumulate": 4, "precision": precision, "clip_grad_norm": clip}
+    found = losses_of(mesh, pipeline=name, **options)
+    assert found == pytest.approx(losses_of("", **options), rel=1e-2)
+
+
 # processes
 
 

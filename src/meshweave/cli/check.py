@@ -15,6 +15,7 @@ from meshweave.check.runs import CHECK_STEPS, Recipe, Training
 from meshweave.cli.command import option
 from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen
+from meshweave.engine.actions import Schedule
 from meshweave.engine.schedules.memory import peak_activations
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import prove
@@ -84,10 +85,8 @@ def check(screen: Screen, job: CheckOptions) -> int:
             bounds=Bounds.under(autocast or cast), progress=stage,
         )  # fmt: skip
     screen.say(tables.proof_text(complete, deadlock))
-    if (schedule := program.pipeline) is not None:
-        most = max(peak_activations(schedule))
-        text = schedule_text(schedule.name, schedule.stages_of_role, schedule.num_microbatches)
-        screen.say(f"{text}, at most {most:g} activations")
+    if program.pipeline is not None:
+        screen.say(_schedule_line(program.pipeline))
     narrow, count = rounded_sums(program.placed)
     if count:
         screen.say(
@@ -96,6 +95,12 @@ def check(screen: Screen, job: CheckOptions) -> int:
     _show_check(screen, report)
     screen.result(rounded_sums=count, **report.as_dict(), complete=asdict(complete), deadlock=asdict(deadlock))
     return 0 if report.ok else 1
+
+
+def _schedule_line(schedule: Schedule) -> str:
+    """A schedule in a line: its stages, and what a rank holds at most."""
+    text = schedule_text(schedule.name, schedule.stages_of_role, schedule.num_microbatches)
+    return f"{text}, at most {max(peak_activations(schedule)):g} activations"
 
 
 def _show_check(screen: Screen, report: NumericsReport) -> None:

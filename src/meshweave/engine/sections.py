@@ -119,7 +119,9 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
     """The sections of a role by stage. What a stage needs of another runs in an earlier section: so a node belongs to
     no earlier stage than its operands in forward, and to no later one in backward."""
     total = _joint_reduction(whole)
+    numbers = _numbers(whole)
     kinds: dict[fx.Node, Kind] = {n: "total" if n in total else kind for n, kind in whole.kinds.items()}
+    kinds.update((node, "unshard") for node in numbers)
     for node in [n for n, kind in kinds.items() if kind == "update" and n.target is WAIT]:
         kinds[node] = kinds[node.all_input_nodes[0]]  # a part of the step ends what it has begun
     kinds = {n: kind for n, kind in kinds.items() if kind in ("total", "update") or not is_wait_for_send(whole.role, n)}
@@ -128,6 +130,8 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
         operands = [stages[n] for n in node.all_input_nodes if n in stages and kinds[n] == kind]
         pick = max if kind in ("unshard", "forward") else min
         stages[node] = pick([origin_of(node).stage, *operands])
+    of_role = [stages[node] for node, kind in kinds.items() if kind in ("forward", "backward")]
+    stages.update((node, min(of_role, default=0)) for node in numbers)
     for node in reversed([*_without_batch(whole.role, kinds)]):
         users = [stages[user] for user in node.users if user in stages and PARTS[origin_of(user).phase] == 0]
         stages[node] = max(stages[node], min(users, default=0))
@@ -145,6 +149,18 @@ def _without_batch(role: RankGraph, kinds: Mapping[fx.Node, Kind]) -> Iterator[f
         if kind in ("unshard", "forward") and node.target not in STARTS and constants.issuperset(operands):
             constants.add(node)
             yield node
+
+
+def _numbers(whole: Sections) -> set[fx.Node]:
+    """What reductions compute from numbers of the step alone, such as the inverse of the scale of the loss: the first
+    stage of the role has it for all."""
+    known = {node for node, item in whole.role.sources.items() if item.kind == "scalar"}
+    numbers = set[fx.Node]()
+    for node, kind in whole.kinds.items():
+        if kind == "reduce" and node.target not in STARTS and known.issuperset(node.all_input_nodes):
+            known.add(node)
+            numbers.add(node)
+    return numbers
 
 
 def _joint_reduction(whole: Sections) -> set[fx.Node]:

@@ -15,7 +15,7 @@ _Key = tuple[str, int, int]  # action, stage, microbatch
 
 
 @dataclass(slots=True)
-class Block:
+class ActionBlock:
     """What a role does for an action from `start` to `end`, in seconds; `spans` are its kernels, in order. An action is
     cut into several blocks where it waits for another role. `action` is "forward", "backward", "input", "weight", or
     what follows the passes, such as "update"."""
@@ -36,7 +36,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class IdleTime:
     """From `start` to `end` a role does nothing, before the block with index `before` (-1: behind its last pass).
 
     It waits for the communication `span` (-1: for none that is known), which the block `source` feeds (-1: unknown);
@@ -68,8 +68,8 @@ class PipelinePicture:
     num_microbatches: int
     bubble: float
     activations: int
-    blocks: tuple[Block, ...]
-    gaps: tuple[Gap, ...]
+    blocks: tuple[ActionBlock, ...]
+    gaps: tuple[IdleTime, ...]
 
     def __str__(self) -> str:
         return (
@@ -108,7 +108,7 @@ def pipeline_of(simulation: Simulation) -> PipelinePicture | None:
     )
 
 
-def _activations(passes: Iterable[Block]) -> int:
+def _activations(passes: Iterable[ActionBlock]) -> int:
     """The most microbatches of a stage between the begin of F and the end of backward, on a role."""
     begins: dict[tuple[int, int], float] = {}
     ends: dict[tuple[int, int], float] = {}
@@ -150,28 +150,28 @@ class _Reader:
                         received[span.role].add(need)
         self.received = {role: sorted((spans[c].end, c) for c in its) for role, its in received.items()}
 
-    def blocks(self, role: int) -> Iterator[Block]:
+    def blocks(self, role: int) -> Iterator[ActionBlock]:
         """The blocks of a role, in order of their begin. Actions that are scheduled as one take turns: each is a block
         over its whole time."""
-        current: dict[_Key, Block] = {}
+        current: dict[_Key, ActionBlock] = {}
         free = 0.0
-        made = list[Block]()
+        blocks_in_order = list[ActionBlock]()
         for span in self.kernels[role]:
             key = _key(span)
             if span.start > free + _TICK and self.message(role, free, span) >= 0:
                 current = {}
             if key not in current:
-                current[key] = Block(role, *key, span.start, span.end)
-                made.append(current[key])
+                current[key] = ActionBlock(role, *key, span.start, span.end)
+                blocks_in_order.append(current[key])
             current[key].end = max(current[key].end, span.end)
             current[key].spans.append(span.index)
             free = max(free, span.end)
-        yield from made
+        yield from blocks_in_order
 
     def message(self, role: int, begin: float, span: Span) -> int:
         """The transfer between roles for which a role waits from `begin` on, until `span`; -1 if for none."""
-        found = self.waited_for(role, begin, span.start, _key(span))
-        return found if found >= 0 and self.simulation.spans[found].op == "transfer" else -1
+        copy_index = self.waited_for(role, begin, span.start, _key(span))
+        return copy_index if copy_index >= 0 and self.simulation.spans[copy_index].op == "transfer" else -1
 
     def waited_for(self, role: int, begin: float, end: float, key: _Key) -> int:
         """The communication with whose end a wait ends; else the last that ends in it and is used by the action `key`;
@@ -182,7 +182,7 @@ class _Reader:
         exact = [c for at, c in used or ended if at >= end - _TICK]
         return exact[-1] if exact else used[-1][1] if used else -1
 
-    def gaps(self, role: int, blocks: Sequence[Block], period: tuple[float, float]) -> Iterator[Gap]:
+    def gaps(self, role: int, blocks: Sequence[ActionBlock], period: tuple[float, float]) -> Iterator[IdleTime]:
         """The times of the period in which a role is in none of its blocks."""
         if not self.block_of:
             self.block_of = {span: i for i, block in enumerate(blocks) for span in block.spans}
@@ -195,25 +195,27 @@ class _Reader:
             free = max(free, block.end)
         if period[1] > free + _TICK:
             at = max(range(len(blocks)), key=lambda i: (blocks[i].action in PASSES, blocks[i].end))
-            yield Gap(role, free, period[1], -1, at, text=f"the last pass of the step, {self.name(blocks[at])}")
+            yield IdleTime(role, free, period[1], -1, at, text=f"the last pass of the step, {self.name(blocks[at])}")
 
-    def gap(self, role: int, begin: float, end: float, before: int, blocks: Sequence[Block]) -> Gap:
+    def gap(self, role: int, begin: float, end: float, before: int, blocks: Sequence[ActionBlock]) -> IdleTime:
         block, spans = blocks[before], self.simulation.spans
-        found = self.waited_for(role, begin, end, (block.action, block.stage, block.microbatch))
-        if found < 0:
-            return Gap(role, begin, end, before, text="the host, which starts it then")
-        copy = spans[found]
+        copy_index = self.waited_for(role, begin, end, (block.action, block.stage, block.microbatch))
+        if copy_index < 0:
+            return IdleTime(role, begin, end, before, text="the host, which starts it then")
+        copy = spans[copy_index]
         producers = [n for n in copy.needs if n in self.block_of]
         if copy.op != "transfer" or not producers:
             over = f" over {copy.group}" if copy.group else ""
             where = f" of {copy.module}" if copy.module else ""
-            return Gap(role, begin, end, before, -1, found, min(copy.seconds, end - begin), f"{copy.op}{over}{where}")
+            return IdleTime(
+                role, begin, end, before, -1, copy_index, min(copy.seconds, end - begin), f"{copy.op}{over}{where}"
+            )
         producer = max(producers, key=lambda n: spans[n].end)
         source = self.block_of[producer]
         message = min(end - begin, max(0.0, copy.end - spans[producer].end))
-        return Gap(role, begin, end, before, source, found, message, self.name(blocks[source]))
+        return IdleTime(role, begin, end, before, source, copy_index, message, self.name(blocks[source]))
 
-    def name(self, block: Block) -> str:
+    def name(self, block: ActionBlock) -> str:
         return f"{block} on role {block.role}"
 
 
