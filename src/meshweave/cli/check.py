@@ -54,8 +54,7 @@ def check(screen: Screen, job: CheckOptions) -> int:
             else (job, source.batch)
         )
         fresh = replace(source, model=model, batch=batch)
-        if on is not mesh:  # one device has no stages
-            job_options = replace(job_options, pipeline="")
+        job_options = replace(job_options, pipeline=job.pipeline if on is mesh else "")  # one device has no stages
         program = compiled(job_options, fresh, on, planned, optimizer, lambda stage: None)
         world = make_world(on) if on is mesh else LocalWorld(on)
         backend = "eager" if job.backend == "auto" else job.backend  # the same on one device and on several
