@@ -133,8 +133,9 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
     of_role = [stages[node] for node, kind in kinds.items() if kind in ("forward", "backward")]
     stages.update((node, min(of_role, default=0)) for node in numbers)
     for node in reversed([*_without_batch(whole.role, kinds)]):
-        users = [stages[user] for user in node.users if user in stages and PARTS[origin_of(user).phase] == 0]
-        stages[node] = max(stages[node], min(users, default=0))
+        is_backward = kinds[node] == "backward"
+        users = [stages[user] for user in node.users if user in stages and PARTS[origin_of(user).phase] == is_backward]
+        stages[node] = max(users, default=stages[node]) if is_backward else max(stages[node], min(users, default=0))
     if has_parts:
         sent = _sent_on(whole.role, kinds, stages)
         kinds.update({n: "input" if n in sent else "weight" for n, kind in kinds.items() if kind == "backward"})
@@ -142,11 +143,13 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
 
 
 def _without_batch(role: RankGraph, kinds: Mapping[fx.Node, Kind]) -> Iterator[fx.Node]:
-    """The ops of forward that follow from parameters and constants alone: every stage that needs one has it."""
+    """The ops of forward and of backward that follow from parameters and constants alone: every stage that needs one
+    has it."""
     constants = {node for node, item in role.sources.items() if item.kind not in ("batch", "ahead")}
     for node, kind in kinds.items():
         operands = [n for n in node.all_input_nodes if n.target not in SYMBOLS]
-        if kind in ("unshard", "forward") and node.target not in STARTS and constants.issuperset(operands):
+        is_pass = kind in ("unshard", "forward", "backward")
+        if is_pass and node.target not in STARTS and constants.issuperset(operands):
             constants.add(node)
             yield node
 
