@@ -232,6 +232,34 @@ def test_a_loss_that_is_scaled(mesh: str, name: str, clip: float | None) -> None
     assert found == pytest.approx(losses_of("", **options), rel=1e-2)
 
 
+def of_all(out: list[Tensor], batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(torch.stack(out), batch["y"].expand(len(out), -1, -1))
+
+
+def of_each(out: list[Tensor], batch: dict[str, Tensor]) -> Tensor:
+    return torch.stack([F.mse_loss(each, batch["y"]) for each in out]).sum()
+
+
+@pytest.mark.parametrize(("mesh", "name"), [("pp=4", "1f1b"), ("pp=2", "zbv")])
+@pytest.mark.parametrize(
+    ("loss", "model"), [(of_all, {}), (of_each, {}), (mean_square, {"is_shared": True}), (of_each, {"is_shared": True})]
+)
+def test_values_that_several_stages_use(mesh: str, name: str, loss: Any, model: dict[str, Any]) -> None:
+    expected = losses_of("", loss, model)
+    assert losses_of(mesh, loss, model, accumulate=4, pipeline=name) == pytest.approx(expected, rel=1e-5)
+
+
+def with_first(out: list[Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return mean_square(out, batch), {"first": out[0].mean(), "second": (out[1] - batch["y"]).abs().mean()}
+
+
+@pytest.mark.parametrize(("mesh", "name"), [("pp=4", "1f1b"), ("pp=2", "zbv"), ("pp=2,dp=2", "1f1b")])
+def test_metrics_of_several_stages(mesh: str, name: str) -> None:
+    found = losses_of(mesh, with_first, accumulate=4, pipeline=name)
+    assert len(found) == 5
+    assert found == pytest.approx(losses_of("", with_first), rel=1e-5)
+
+
 # processes
 
 

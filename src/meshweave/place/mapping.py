@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from torch import fx
@@ -31,12 +32,12 @@ def map_devices(
     """The mesh of every op and of every placeholder: where a parameter lives, and its gradient and state with it.
 
     `modules` are the modules that the plan places, `stages` those that it puts on stages of a pipeline. Any other op
-    runs where its largest operand is (among equals, that of the latest stage, on the mesh that comes last in the
-    model); an op of only parameters and inputs of the step runs where it is first used, or on the whole mesh. What
-    follows from buffers and numbers alone (tables of positions, masks) and is used on several meshes is computed on all
-    devices, which costs less than to send it. A gradient is computed where its forward op ran; a parameter is updated
-    where it lives, which is where it is first used. Raises MeshError with the user's line for devices that the mesh
-    lacks, PlanError for idle devices of the mesh.
+    runs where its largest operand is, on a mesh that has a stage at or after those of its operands (among equals, that
+    of the latest stage, on the mesh that comes last in the model); an op of only parameters and inputs of the step runs
+    where it is first used, or on the whole mesh. What follows from buffers and numbers alone (tables of positions,
+    masks) and is used on several meshes is computed on all devices, which costs less than to send it. A gradient is
+    computed where its forward op ran; a parameter is updated where it lives, which is where it is first used. Raises
+    MeshError with the user's line for devices that the mesh lacks, PlanError for idle devices of the mesh.
     """
     mapper = _Mapper(step, modules, mesh, stages)
     if mesh.num_devices > 1:
@@ -76,12 +77,17 @@ class _Mapper:
     mesh: Mesh
     of_plan: Mapping[str, int]
     homes: dict[fx.Node, Mesh] = field(default_factory=dict)  # nodes without an entry are undecided
-    calls: dict[int, Mesh] = field(default_factory=dict)  # forward op -> where it ran
+    calls: dict[int, Mesh] = field(default_factory=dict)  # forward op -> where the last part of it ran
+    call_stages: dict[int, int] = field(default_factory=dict)  # and its stage
     params: dict[str, Mesh] = field(default_factory=dict)
     order: dict[fx.Node, int] = field(default_factory=dict)
     seen: dict[Mesh, int] = field(default_factory=dict)  # meshes in the order in which they get their first op
     stages: dict[fx.Node, int] = field(default_factory=dict)  # of forward ops, as far as known here
+    of_mesh: dict[Mesh, int] = field(init=False)  # the last stage of each mesh that has stages
     everywhere: set[fx.Node] = field(default_factory=set)  # constants of the step that several meshes use
+
+    def __post_init__(self) -> None:
+        self.of_mesh = {self.modules[name]: stage for name, stage in sorted(self.of_plan.items(), key=itemgetter(1))}
 
     def run(self) -> None:
         self.order = {n: i for i, n in enumerate(self.step.graph.nodes)}
@@ -96,8 +102,10 @@ class _Mapper:
             if node not in self.homes and node not in self.everywhere:
                 self._set(node, self._first_use(node))
         for node in ahead:
-            if origin_of(node).call and (node in self.homes or not _is_left(node)):
-                self.calls.setdefault(origin_of(node).call, self.homes.get(node, self.mesh))
+            call, stage = origin_of(node).call, self.stages.get(node, 0)
+            is_later = call != 0 and stage > self.call_stages.get(call, -1)
+            if is_later and (node in self.homes or not _is_left(node)):
+                self.calls[call], self.call_stages[call] = self.homes.get(node, self.mesh), stage
         self._place_parameters()
         for node in nodes:
             phase = origin_of(node).phase
@@ -152,10 +160,13 @@ class _Mapper:
         return wanted
 
     def _operands(self, node: fx.Node) -> Mesh | None:
-        """The mesh of the largest operand that has a mesh; among equals, the mesh that came last."""
+        """The mesh of the largest operand that has a mesh; among equals, the mesh that came last. A microbatch does not
+        come back to a mesh whose stages it has passed."""
         placed = [n for n in tensor_inputs(node) or node.all_input_nodes if n in self.homes]
         if not placed:
             return None
+        latest = max(self.stages.get(n, 0) for n in placed)
+        placed = [n for n in placed if self.of_mesh.get(self.homes[n], latest) >= latest] or placed
         late = lambda n: (_size(n), self.stages.get(n, 0), self.seen.get(self.homes[n], -1))  # noqa: E731
         return self.homes[max(placed, key=late)]
 
@@ -212,8 +223,9 @@ class _Mapper:
         name = next((name for (_, name), value in outputs if value is last), None)
         if name is not None:
             return self.params.get(name)
-        known = self.calls.get(origin_of(user).call) if user is not None else None
-        return known or self._operands(node)
+        users = [call for user in last.users if (call := origin_of(user).call) in self.calls]
+        # of several, the latest stage is that of the value whose gradient this is
+        return self.calls[max(users, key=lambda c: self.call_stages.get(c, 0))] if users else self._operands(node)
 
 
 def axes_of_operators(step: StepGraph, mesh: Mesh) -> set[str]:
