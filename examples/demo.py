@@ -78,7 +78,7 @@ class Run:
 
     def train(self, index: int) -> float:
         """One step. The first two are not timed: one warms up, the other is measured for its memory."""
-        self.step.session.executor.meter = self.meter if index == 1 else None
+        self.step.session.turns.meter = self.meter if index == 1 else None
         began = time.perf_counter()
         self.losses.append(float(self.step(self.source.make_batch(index))))
         self.seconds += time.perf_counter() - began if index > 1 else 0.0
