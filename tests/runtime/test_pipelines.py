@@ -249,6 +249,17 @@ def test_values_that_several_stages_use(mesh: str, name: str, loss: Any, model: 
     assert losses_of(mesh, loss, model, accumulate=4, pipeline=name) == pytest.approx(expected, rel=1e-5)
 
 
+def with_first(out: list[Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    return mean_square(out, batch), {"first": out[0].mean(), "second": (out[1] - batch["y"]).abs().mean()}
+
+
+@pytest.mark.parametrize(("mesh", "name"), [("pp=4", "1f1b"), ("pp=2", "zbv"), ("pp=2,dp=2", "1f1b")])
+def test_metrics_of_several_stages(mesh: str, name: str) -> None:
+    found = losses_of(mesh, with_first, accumulate=4, pipeline=name)
+    assert len(found) == 5
+    assert found == pytest.approx(losses_of("", with_first), rel=1e-5)
+
+
 # processes
 
 

@@ -58,8 +58,8 @@ def _with_rest(passes: Actions, its: Sections, microbatches: int) -> Actions:
         before: tuple[Kind, ...] = ("unshard",) if "unshard" in kinds and first.get(action.stage) == at else ()
         after: tuple[Kind, ...] = ("reduce",) if "reduce" in kinds and last.get(action.stage) == at else ()
         actions.append(replace(action, kinds=(*before, action.name, *after)))
-    if "report" in kinds:
-        actions += [Action(("report",), number) for number in range(microbatches)]
+    ends: tuple[Kind, ...] = ("tell", "report")
+    actions += [Action((kind,), number) for kind in ends if kind in kinds for number in range(microbatches)]
     actions.append(Action(("total",), microbatches))
     actions.append(Action(("update",), microbatches))
     return tuple(actions)

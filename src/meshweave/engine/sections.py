@@ -17,14 +17,14 @@ from meshweave.ir.graph import PARTS, origin_of, output_node
 from meshweave.ir.rank import SYMBOLS, RankGraph
 
 Kind = Literal[
-    "unshard", "forward", "report", "backward", "input", "weight", "reduce", "total", "update", "reshard",
+    "unshard", "forward", "tell", "report", "backward", "input", "weight", "reduce", "total", "update", "reshard",
     "send_forward", "receive_forward", "send_backward", "receive_backward",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Cut = Literal["backward", "update"]  # what begins where a graph is cut
 CUTS: tuple[Cut, ...] = get_args(Cut)
 
-_OF_ALL = ("report", "total", "update")  # sections of all stages of a role
+_OF_ALL = ("tell", "report", "total", "update")  # sections of all stages of a role
 
 # Outputs of a role that are read where its graph is cut: the loss and what is reported with it before backward, and
 # before the update the norm of the gradients, and what the next microbatch begins with.
@@ -43,7 +43,8 @@ class Sections:
 
     - unshard: casts and gathers of parameters, whose results all microbatches use;
     - forward: with the loss;
-    - report: sends losses and metrics to other stages, with the ops that only this needs;
+    - report: sends losses and metrics to other stages, with the ops that only this needs, and receives theirs. Roles
+      that do both send in a section of its own, tell: all send before any of them waits;
     - backward: gradients of a microbatch, added to those of the earlier ones. It may be in two parts: input, what other
       stages and devices wait for, and weight, the rest;
     - reduce: sums of gradients over the mesh, once they are complete;
@@ -122,6 +123,7 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
     numbers = _numbers(whole)
     kinds: dict[fx.Node, Kind] = {n: "total" if n in total else kind for n, kind in whole.kinds.items()}
     kinds.update((node, "unshard") for node in numbers)
+    kinds.update((node, "tell") for node in _told(whole))
     for node in [n for n, kind in kinds.items() if kind == "update" and n.target is WAIT]:
         kinds[node] = kinds[node.all_input_nodes[0]]  # a part of the step ends what it has begun
     kinds = {n: kind for n, kind in kinds.items() if kind in ("total", "update") or not is_wait_for_send(whole.role, n)}
@@ -152,6 +154,19 @@ def _without_batch(role: RankGraph, kinds: Mapping[fx.Node, Kind]) -> Iterator[f
         if is_pass and node.target not in STARTS and constants.issuperset(operands):
             constants.add(node)
             yield node
+
+
+def _told(whole: Sections) -> set[fx.Node]:
+    """The sends of losses and metrics, with what only they need, of a role that also receives some."""
+    report = [node for node, kind in whole.kinds.items() if kind == "report"]
+    starts = [node for node in report if node.target is transfer and not _is_within(whole.role, node)]
+    sends = {node for node in starts if node.args[0] is not None}
+    if len(sends) == len(starts):
+        return set()
+    for node in reversed(report):
+        if sends.issuperset(node.users) and node.users:
+            sends.add(node)
+    return sends
 
 
 def _numbers(whole: Sections) -> set[fx.Node]:

@@ -375,7 +375,7 @@ def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, in
             kind = "forward" if position < backward else "backward"
         elif kind in ("input", "weight") and position < backward:
             kind = "forward"
-        is_of_stage = bool(role.stages) and kind not in ("report", "total", "update")
+        is_of_stage = bool(role.stages) and kind not in ("tell", "report", "total", "update")
         yield kind, role.stages[node] if is_of_stage else ANY_STAGE, item
 
 

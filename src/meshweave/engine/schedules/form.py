@@ -24,7 +24,7 @@ RECEIVES: frozenset[Kind] = frozenset({"receive_forward", "receive_backward"})
 # What is no part of a microbatch: gathers and reductions of a stage's parameters and gradients.
 OF_STAGE: frozenset[Kind] = frozenset({"unshard", "reshard", "reduce"})
 # Kinds that a runtime adds to a proven schedule; the order of a pipeline does not depend on them.
-OF_RUNTIME: frozenset[Kind] = frozenset({"report", "update"})
+OF_RUNTIME: frozenset[Kind] = frozenset({"tell", "report", "total", "update"})
 
 
 def text_of(action: Action) -> str:
