@@ -49,7 +49,7 @@ from meshweave.place.resolve import check_axes, resolve, usual_stages
 from meshweave.place.row_lookups import check_own_rows
 from meshweave.place.search import choose_tp, with_short_updates
 from meshweave.place.sequences import keep_sequences_apart
-from meshweave.place.stages import number_stages
+from meshweave.place.stages import in_order_of_use, number_stages
 from meshweave.place.sums import sum_bytes
 from meshweave.program import PlanInputs, Planned, Program
 from meshweave.report.tables import bytes_text
@@ -128,6 +128,7 @@ def build_program(
     captured, sequence = _arrange_sequence(verify_step(captured), resolved, placing)
     named = axes_of_operators(captured, mesh)
     usual_stages(resolved, source.model, mesh, named)
+    in_order_of_use(captured, resolved)
     check_axes(resolved, mesh, named)
     progress("place")
     units = infer_units(captured)

@@ -13,6 +13,7 @@ from meshweave.cost.simulate.step import default_fusion, peak_bytes_of_roles
 from meshweave.cost.simulate.tasks import pair_turns
 from meshweave.engine.actions import Schedule
 from meshweave.engine.for_roles import scheduled
+from meshweave.engine.match import devices_text
 from meshweave.engine.order import action_order
 from meshweave.engine.pairs import PairKey, PairTurns
 from meshweave.engine.schedules import (
@@ -27,8 +28,9 @@ from meshweave.engine.schedules import (
     stage_times,
 )
 from meshweave.engine.schedules.form import Placement
-from meshweave.engine.sections import sections_of_roles
+from meshweave.engine.sections import PASSES, Sections, sections_of_roles
 from meshweave.errors import PlanError, near_miss
+from meshweave.ir.graph import origin_of
 from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.rank import RankGraph
 
@@ -97,14 +99,16 @@ class PipelineChoice:
         """The schedule of pipeline ranks for the stages of a step, on a machine of these costs, if they are known;
         `cap_bytes`: the most that a device may hold. Raises PlanError if the step has other stages than the schedule,
         and for a cap that no schedule meets, VerifyError if its stages cannot follow it."""
-        of_ranks = sorted({its.stage_numbers for its in sections_of_roles(roles, is_pipeline=True)})
+        sections = sections_of_roles(roles, is_pipeline=True)
+        of_ranks = sorted({its.stage_numbers for its in sections})
         if len(of_ranks) < 2:
             raise PlanError(
                 "a pipeline needs stages on several devices",
                 where=f"pipeline={self.name}",
-                got="a step that all devices run together",
+                got="devices that all run the same, each microbatch on all of them",
                 hint="a mesh axis pp, or a plan with Plan.stages, or layers on devices; or leave out pipeline=",
             )
+        _check_apart(sections)
         schedule = self.schedule or self._named(of_ranks, roles, microbatches, costs, cap_bytes)
         prove_schedule(schedule, microbatches=microbatches)
         sections, of_roles = scheduled(roles, schedule, microbatches)
@@ -140,6 +144,25 @@ class PipelineChoice:
         if cap_bytes is None or known is None or not isinstance(costs, MachineProfile):
             return search().schedule
         return _best_under_cap(search, known.memory, of_ranks, roles, microbatches, costs, cap_bytes)
+
+
+def _check_apart(sections: Sequence[Sections]) -> None:
+    """Raise PlanError, with the op, if a microbatch comes back to devices whose stages it has passed: a stage is then
+    on devices that have other stages beside it."""
+    home: dict[int, Sections] = {}
+    for its in sorted(sections, key=lambda its: len(its.stage_numbers)):
+        for stage in its.stage_numbers:
+            other = home.setdefault(stage, its)
+            if other.stage_numbers != its.stage_numbers:
+                nodes = [node for node, kind in its.kinds.items() if kind in PASSES and its.stages[node] == stage]
+                raise PlanError(
+                    "a microbatch comes back to a stage that it has passed",
+                    where=str(origin_of(nodes[0])),
+                    got=f"an op of {devices_text(its.role.devices)} that stage {stage}, on "
+                    f"{devices_text(other.role.devices)}, comes before",
+                    expected="layers in a single chain of stages",
+                    hint="leave out pipeline=, or place the layers of this line with those beside it (Plan.on)",
+                )
 
 
 def _best_under_cap(

@@ -260,6 +260,12 @@ def test_metrics_of_several_stages(mesh: str, name: str) -> None:
     assert found == pytest.approx(losses_of("", with_first), rel=1e-5)
 
 
+@pytest.mark.parametrize(("mesh", "name"), [("pp=4", "1f1b"), ("pp=2", "zbv"), ("pp=2", "interleaved")])
+def test_layers_that_run_from_the_last_to_the_first(mesh: str, name: str) -> None:
+    found = losses_of(mesh, model={"is_reversed": True}, accumulate=4, pipeline=name)
+    assert found == pytest.approx(losses_of("", model={"is_reversed": True}), rel=1e-5)
+
+
 # processes
 
 
@@ -298,6 +304,12 @@ def test_unknown_schedule() -> None:
 def test_a_step_without_stages() -> None:
     with pytest.raises(PlanError, match="a pipeline needs stages on several devices"):
         trained("dp=2", pipeline="1f1b")
+
+
+def test_layers_that_run_twice_have_no_chain_of_stages() -> None:
+    with pytest.raises(PlanError, match="comes back to a stage that it has passed") as error:
+        losses_of("pp=4", model={"times": 2}, accumulate=4, pipeline="1f1b")
+    assert "layers." in error.value.where
 
 
 def test_more_stages_than_layers() -> None:

@@ -13,9 +13,8 @@ from meshweave.engine.sections import KINDS, Kind, Sections
 
 _LETTERS: Mapping[Kind, str] = {
     "unshard": "G", "forward": "F", "tell": "T", "report": "L", "backward": "B", "input": "I", "weight": "W",
-    "reduce": "R",
-    "total": "N", "update": "U", "reshard": "H", "send_forward": "Sf", "receive_forward": "Rf", "send_backward": "Sb",
-    "receive_backward": "Rb",
+    "reduce": "R", "total": "N", "update": "U", "reshard": "H", "send_forward": "Sf", "receive_forward": "Rf",
+    "send_backward": "Sb", "receive_backward": "Rb",
 }  # fmt: skip
 Kinds = tuple[Kind, ...]  # of sections that run together, in the order of the graph
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from meshweave.engine.actions import Action, Actions, Schedule, sequential
 from meshweave.engine.match import devices_text
-from meshweave.engine.sections import Kind, Sections, sections_of_roles
+from meshweave.engine.sections import PASSES, Kind, Sections, sections_of_roles
 from meshweave.errors import PlanError
 from meshweave.ir.rank import RankGraph
 
-_PASSES: tuple[Kind, ...] = ("forward", "backward", "input", "weight")
 _LAST: tuple[Kind, ...] = ("backward", "weight")  # the end of a stage's backward
 
 
@@ -49,7 +48,7 @@ def schedule_for_roles(schedule: Schedule, sections: Sequence[Sections]) -> Sche
 
 
 def _with_rest(passes: Actions, its: Sections, microbatches: int) -> Actions:
-    own = [action for action in passes if action.name in _PASSES]
+    own = [action for action in passes if action.name in PASSES]
     first = {action.stage: at for at, action in reversed([*enumerate(own)]) if action.name == "forward"}
     last = {action.stage: at for at, action in enumerate(own) if action.name in _LAST}
     kinds = set(its.kinds.values())
@@ -74,7 +73,7 @@ def _no_role(
         got=f"devices with stages {'; '.join(map(_text, dict.fromkeys(of_roles)))}",
         expected=f"devices with stages {'; '.join(map(_text, dict.fromkeys(ranks)))}",
         hint="leave the stages of each device to the schedule (Plan.stages(axis), or no plan), or choose a schedule "
-        "with as many stages",
+        "with as many stages; stages that do not go round the devices, or there and back, are placed by Plan.on",
     )
 
 

@@ -24,6 +24,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Cut = Literal["backward", "update"]  # what begins where a graph is cut
 CUTS: tuple[Cut, ...] = get_args(Cut)
 
+PASSES: tuple[Kind, ...] = ("forward", "backward", "input", "weight")  # of a microbatch through a stage
 _OF_ALL = ("tell", "report", "total", "update")  # sections of all stages of a role
 
 # Outputs of a role that are read where its graph is cut: the loss and what is reported with it before backward, and
@@ -73,8 +74,7 @@ class Sections:
     @property
     def stage_numbers(self) -> tuple[int, ...]:
         """The stages that the role has, in order."""
-        ahead = ("forward", "backward", "input", "weight")
-        return tuple(sorted({self.stages.get(node, 0) for node, kind in self.kinds.items() if kind in ahead}))
+        return tuple(sorted({self.stages.get(node, 0) for node, kind in self.kinds.items() if kind in PASSES}))
 
     def begin(self, kind: Cut) -> fx.Node | None:
         """The node before which the graph is cut; None if nothing follows the cut."""
