@@ -21,8 +21,8 @@ _FORWARD, _BACKWARD = PARTS["forward"], PARTS["backward"]
 def in_order_of_use(step: StepGraph, plan: Resolved) -> None:
     """Number the stages of a plan as forward comes to them: a model may run its list of layers in another order."""
     ahead = (node for node in step.graph.nodes if node.op == "call_function" and PARTS[origin_of(node).phase] == 0)
-    found = (stage_of_module(origin_of(node).module, plan.stages) for node in ahead)
-    order = {stage: at for at, stage in enumerate(dict.fromkeys(stage for stage in found if stage is not None))}
+    of_ops = (stage_of_module(origin_of(node).module, plan.stages) for node in ahead)
+    order = {stage: at for at, stage in enumerate(dict.fromkeys(stage for stage in of_ops if stage is not None))}
     if order.keys() == set(plan.stages.values()):
         plan.stages = {module: order[stage] for module, stage in plan.stages.items()}
 
