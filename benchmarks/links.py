@@ -153,8 +153,9 @@ def one_gpu(count: int = 2) -> Iterator[Link]:
 
 def shape_of(gbit: int) -> tuple[str, ...]:
     """Arguments of `tc qdisc add` for a link of so many Gbit/s. The burst is what passes in 2 ms: less would be below
-    the timer's resolution."""
-    return ("root", "tbf", "rate", f"{gbit}gbit", "burst", f"{256 * gbit}kb", "latency", "50ms")
+    the timer's resolution. The queue takes what neighbours send at the same time: where it overflows, TCP waits 200 ms
+    before it sends again, for any of the peers."""
+    return ("root", "tbf", "rate", f"{gbit}gbit", "burst", f"{256 * gbit}kb", "latency", "400ms")
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def main() -> None:
         f"{RANKS} processes on 2 cores, {MICROBATCHES} microbatches; two layers a process, whose F, I and W sleep "
         f"{LAYER_S * 1e3:.0f} ms each; messages of {ROWS * WIDTH * 4 / 2**20:.0f} MiB. All ways in one job, in turns, "
         f"median of {ROUNDS} steps in seconds; as they come, without flags. `clock`: `mw.pipeline_times` from what "
-        "stages sleep, and the bandwidth of a link. Written by benchmarks/pipelines.py.",
+        "stages sleep, and the bandwidth of a link; messages do not queue in it. Written by benchmarks/pipelines.py.",
         "",
     ]
     for manager, message_s in ((loopback(RANKS), 0.0), (star(RANKS), ROWS * WIDTH * 4 / BYTES_PER_S)):
