@@ -25,7 +25,7 @@ def refused(text: str) -> str:
 
 
 def test_the_profiles_of_the_package_load_under_their_names() -> None:
-    assert profile_names() == ("a100", "cpu-gloo", "gb200", "h100", "h100-500w", "h200")
+    assert profile_names() == ("a100", "b200", "b300", "cpu-gloo", "gb200", "gb300", "h100", "h100-500w", "h200")
     for name in profile_names():
         profile = load_profile(name)
         assert (profile.name, profile.source) == (name, "modelled")
