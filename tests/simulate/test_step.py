@@ -93,6 +93,20 @@ def test_a_model_that_does_not_fit_is_simulated_and_said_so(program: Program) ->
         assert tight.mfu is None
 
 
+@pytest.mark.parametrize(("share", "fit"), [(0.9, "no"), (0.97, "may"), (1.03, "may"), (1.1, "yes")])
+def test_near_its_limit_memory_may_suffice(program: Program, share: float, fit: str) -> None:
+    machine = load_profile("h100")
+    peak = simulate(program, machine).peak_bytes
+    low, high = 0.0, 1e12
+    while high - low > 1:  # the memory of which so much is usable
+        middle = (low + high) / 2
+        low, high = (middle, high) if machine.scaled(memory_bytes=middle).usable_bytes < share * peak else (low, middle)
+    tight = simulate(program, machine.scaled(memory_bytes=high))
+    assert tight.fit == tight.as_dict()["fit"] == fit
+    assert bool(tight.verdict) == (fit == "no")
+    assert any("within the model's error of 4%" in note for note in tight.notes) == (fit == "may")
+
+
 def test_the_best_fits_and_is_fast(program: Program) -> None:
     fast, slow = simulate(program, "h100"), simulate(program, "h100", fusion="ops")
     assert best_of([slow, fast]) == 1

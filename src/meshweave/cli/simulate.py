@@ -154,7 +154,7 @@ def _show(screen: Screen, simulations: Sequence[Simulation]) -> None:
             f"{simulation.mfu:.1%}" if simulation.mfu is not None else "",
             f"{simulation.exposed_seconds * 1e3:,.2f}",
             bytes_text(simulation.peak_bytes),
-            "yes" if not simulation.verdict else "[red]no[/]",
+            "[red]no[/]" if simulation.fit == "no" else simulation.fit,
         )
     screen.out.print(table)
     screen.say(f"[dim]{escape(simulations[0].notes[0])}[/]")

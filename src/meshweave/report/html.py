@@ -182,6 +182,7 @@ def _totals(simulation: Simulation) -> dict[str, Any]:
         "reserved": simulation.reserved_bytes,
         "exposed": nanoseconds(simulation.exposed_seconds),
         "verdict": simulation.verdict_text,
+        "fit": simulation.fit,
         "notes": list(simulation.notes),
     }
 

@@ -14,7 +14,7 @@ from meshweave.cost.simulate.clock import Slowdown, Times, Work, play
 from meshweave.cost.simulate.exposure import Exposure, exposure_of
 from meshweave.cost.simulate.kernels import Fusion, Kernel
 from meshweave.cost.simulate.memory import MemoryUse, bytes_by_kind, least_bytes, memory_of
-from meshweave.cost.simulate.result import RoleResult, Simulation, Span
+from meshweave.cost.simulate.result import MEMORY_ERROR, RoleResult, Simulation, Span
 from meshweave.cost.simulate.storage_intervals import LifetimeRules
 from meshweave.cost.simulate.tasks import RoleTasks, Tasks, lower_tasks
 from meshweave.engine.actions import Schedule
@@ -185,7 +185,12 @@ def _result(
         memory_bytes=int(profile.usable_bytes),
         verdict=verdict,
         advice=advice,
-        notes=(*_notes(options, fusion, len(roles)), *_unknown_ops(tasks), *_fragments(roles, profile)),
+        notes=(
+            *_margin(roles, profile),
+            *_notes(options, fusion, len(roles)),
+            *_unknown_ops(tasks),
+            *_fragments(roles, profile),
+        ),
     )
 
 
@@ -289,10 +294,10 @@ def _matmul_dtype(tasks: Tasks) -> torch.dtype | None:
 
 
 def _verdict(roles: Sequence[RoleResult], profile: MachineProfile, microbatches: int) -> tuple[str, tuple[str, ...]]:
-    """What does not fit, "" if all does, and what would mostly make it fit, judged by what the memory is used for."""
+    """What does not fit, "" if all may, and what would mostly make it fit, judged by what the memory is used for."""
     worst = max(roles, key=lambda role: role.peak_bytes)
     room = int(profile.usable_bytes)
-    if worst.peak_bytes <= room:
+    if worst.peak_bytes <= room * (1 + MEMORY_ERROR):
         return "", ()
     over = worst.peak_bytes - room
     kinds = bytes_by_kind(worst.at_peak)
@@ -310,6 +315,15 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile, microbatches:
     most = ", ".join(f"{k} {v / 2**30:.1f} GiB" for k, v in list(kinds.items())[:3])
     needs = f"{worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB"
     return f"does not fit: role {worst.index} needs {needs} ({most})", tuple(advice)
+
+
+def _margin(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, ...]:
+    """A sentence about a step of which the model cannot say whether it fits."""
+    worst, room = max(roles, key=lambda role: role.peak_bytes), int(profile.usable_bytes)
+    if not room * (1 - MEMORY_ERROR) < worst.peak_bytes <= room * (1 + MEMORY_ERROR):
+        return ()
+    needs = f"{worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB"
+    return (f"may fit: role {worst.index} needs {needs}, which is within the model's error of {MEMORY_ERROR:.0%}",)
 
 
 def _fragments(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, ...]:

@@ -21,7 +21,8 @@ function memoryCard(run) {
   const color = run.verdict ? "bad" : share > 0.9 ? "all_gather" : "accent";
   const bar = room ? el("div", { class: "track" }, el("i", { style: `width:${Math.min(100, share * 100)}%;background:var(--${color})` })) : [];
   const value = [bytesText(run.peak), room ? el("small", {}, ` of ${bytesText(room)}, ${percent(share, 0)}`) : ""];
-  const fits = room ? (run.verdict ? el("span", { class: "bad" }, "does not fit") : el("span", { class: "good" }, "fits")) : "";
+  const [color_of_fit, text_of_fit] = { yes: ["good", "fits"], may: ["", "may fit"], no: ["bad", "does not fit"] }[run.fit];
+  const fits = room ? el("span", { class: color_of_fit }, text_of_fit) : "";
   const real = RUNS.length > 1 ? against(bytesText, run.peak, RUNS[1].peak) : [];
   return card("Peak memory", run, value, [fits, fits && ", ", el("span", { title: "by the caching allocator, fragments included" }, `${bytesText(run.reserved)} reserved`), real.length ? el("div", { class: "second" }, real) : ""], bar);
 }
