@@ -27,6 +27,7 @@ from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import load_profile
+from meshweave.cost.simulate.frameworks import FRAMEWORKS
 from meshweave.cost.simulate.result import Simulation
 from meshweave.passes import Decompose, Prefetch, Recompute, pass_list_of
 from meshweave.place.plan_text import parse_plan
@@ -55,7 +56,6 @@ class Setup:
     plan: str = ""
     accumulate: int = 1
     prefetch: int = 1
-    attention: str = "flash2"
     decompose: Decompose | None = None
 
 
@@ -91,9 +91,9 @@ SETUPS = [
     Setup("async-8b-64", "8B", "fsdp=8,tp=8", 12, "selective", "h100-500w", FSDP_TP, decompose=ASYNC_TP),
     Setup("8b-32-h200", "8B", "fsdp=32", 2, "selective", "h200", FSDP),
     Setup("8b-64-h200", "8B", "fsdp=64", 2, "selective", "h200", FSDP),
-    Setup("mb-8b-8", "8B", "fsdp=8", 1, "none", "h100", attention="cudnn"),
-    Setup("mb-8b-8-gb200", "8B", "fsdp=8", 1, "none", "gb200", attention="cudnn"),
-    Setup("mb-70b-64-gb200", "70B", "fsdp=64", 1, "none", "gb200", attention="cudnn"),
+    Setup("mb-8b-8", "8B", "fsdp=8", 1, "none", "h100"),
+    Setup("mb-8b-8-gb200", "8B", "fsdp=8", 1, "none", "gb200"),
+    Setup("mb-70b-64-gb200", "70B", "fsdp=64", 1, "none", "gb200"),
 ]
 # torchtitan compiles the loss with its blocks, but not in the runs of 2024-12 (turned off in pytorch/torchtitan#755).
 # Its optimizers were fused on demand alone (`--optimizer.fused`), which the runs of 2024-12 do not name; later always.
@@ -173,13 +173,15 @@ def rows(wanted: str) -> Iterator[tuple[Case, Setup, Simulation]]:
         for case in (case for case in CASES if case.setup == setup.name):
             began = time.perf_counter()
             dtype = torch.float8_e4m3fn if case.fp8 else None
-            found = simulate(  # FSDP has a collective per block
+            its = FRAMEWORKS["megatron" if setup.name.startswith("mb-") else "torchtitan"]
+            found = simulate(
                 program,
-                load_profile(setup.profile).with_attention(setup.attention).with_update(case.update),
+                its.machine(load_profile(setup.profile)).with_update(case.update),
                 fusion=case.fusion,  # type: ignore[arg-type]
                 pipeline=case.pipeline,  # type: ignore[arg-type]
                 matmul_dtype=dtype,
-                buckets="blocks",
+                buckets="blocks",  # Megatron's runs are those of its FSDP
+                framework=its,
             )
             took = time.perf_counter() - began
             shown = found.tokens_per_s_per_gpu

@@ -28,6 +28,7 @@ from meshweave.build import Target, build_program
 from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import MachineProfile, load_profile
+from meshweave.cost.simulate.frameworks import FRAMEWORKS
 from meshweave.cost.simulate.result import Simulation
 from meshweave.passes import pass_list_of
 from meshweave.place.plan_text import parse_plan
@@ -126,6 +127,10 @@ class Run:
     float8: bool = False
 
     @property
+    def framework(self) -> str:
+        return "torchtitan" if self.source.startswith("torchtitan") else "fsdp1"
+
+    @property
     def name(self) -> str:
         return f"{self.model}, {self.sequence}, {self.mesh}, batch {self.batch} x {self.accumulate}"
 
@@ -136,7 +141,8 @@ def runs() -> list[Run]:
 
 def machine(run: Run) -> MachineProfile:
     """The machine of a run: A100s of 40 GB have 1.555 TB/s (data sheet); 400 Gb/s a node are 50 of 200 per GPU."""
-    found = load_profile("a100" if run.profile.startswith("a100") else run.profile).with_attention(run.attention)
+    found = load_profile("a100" if run.profile.startswith("a100") else run.profile)
+    found = FRAMEWORKS[run.framework].machine(found).with_attention(run.attention)
     if run.profile == "a100-40gb":
         return found.scaled(memory_bytes=42.4e9, memory_bandwidth=1.555 / 2.039)
     return found.scaled(net_bandwidth=0.25) if run.profile == "a100-400g" else found
@@ -177,14 +183,15 @@ def compiled(run: Run, profile: MachineProfile, layers: int) -> Program:
         model, dtype = model.to(torch.bfloat16), None
     ids = torch.empty(run.batch * mesh.num_devices * run.accumulate, run.sequence, dtype=torch.long, device="meta")
     optimizer = read_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
-    options = CaptureOptions(  # these systems reduce the gradients of every microbatch
+    its = FRAMEWORKS[run.framework]
+    options = CaptureOptions(
         clip_grad_norm=1.0,
         accumulate=run.accumulate,
-        precision=mw.Precision(accumulate_in="shards", param_dtype=dtype),
+        precision=mw.Precision(accumulate_in=its.accumulate_in, param_dtype=dtype),
     )
     plan = parse_plan((MPT_PLAN if run.model in MPT else PLAN) + ("+dp:dp" if "dp" in mesh.axis_names else ""))
     example = {"input_ids": ids, "labels": ids}
-    passes = pass_list_of(f"recompute={run.recompute},prefetch=1")
+    passes = pass_list_of(its.passes_with(f"recompute={run.recompute}"))
     return build_program(
         StepSource(model, loss), example, optimizer, Target(mesh, plan, profile), options, pass_list=passes
     )
@@ -195,7 +202,7 @@ def simulated(run: Run, layers: int) -> Simulation:
     profile = machine(run)
     dtype = torch.float8_e4m3fn if run.float8 else None
     program = compiled(run, profile, layers)
-    return simulate(program, profile, fusion=run.fusion, matmul_dtype=dtype, buckets="blocks")  # type: ignore[arg-type]
+    return simulate(program, profile, fusion=run.fusion, matmul_dtype=dtype, framework=run.framework)  # type: ignore[arg-type]
 
 
 def predicted(run: Run) -> tuple[float, float]:

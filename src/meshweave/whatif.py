@@ -9,6 +9,7 @@ import torch
 
 from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.buckets import Buckets
+from meshweave.cost.simulate.frameworks import MESHWEAVE, Framework, framework_named
 from meshweave.cost.simulate.kernels import Fusion
 from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
@@ -26,7 +27,8 @@ def simulate(
     pipeline: PipelineArgument = None,
     matmul_dtype: torch.dtype | str | None = None,
     title: str = "",
-    buckets: Buckets = "none",
+    buckets: Buckets | None = None,
+    framework: str | Framework = MESHWEAVE,
 ) -> Simulation:
     """One training step of a compiled program (`step.program`) on a machine: time, exposed communication with its
     reasons, memory with the tensors at the peak. Deterministic. The cost of the simulation grows with the number of
@@ -40,11 +42,16 @@ def simulate(
     matmul_dtype: the dtype of matmuls in repeated blocks, as in float8 training, or its name.
     buckets: "blocks" or a number of bytes: which collectives are merged, to predict a system that flattens parameters
         (FSDP: "blocks", its flat buffers are in the memory) or gradients (DDP: 25 * 2**20). "none": as the program has
-        them, merged by `overlap` or not.
+        them, merged by `overlap` or not. By default as the framework does.
+    framework: whose kernels, buckets and messages are simulated: "meshweave", "torchtitan", "megatron", "nemo",
+        "fsdp1", "deepspeed" or "nanotron", each with its usual settings (`cost/simulate/frameworks.py`). A
+        MachineProfile keeps its own kernels (`Framework.machine` changes them). What enters
+        the program (passes, where gradients are added up) is the program's own; `meshweave simulate --as` sets both.
 
     Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, a dtype without a cost.
     """
-    machine = load_profile(profile) if isinstance(profile, str) else profile
+    its = framework_named(framework) if isinstance(framework, str) else framework
+    machine = its.machine(load_profile(profile)) if isinstance(profile, str) else profile
     microbatches = program.options.accumulate
     schedule = program.pipeline
     if pipeline is not None:
@@ -52,17 +59,19 @@ def simulate(
         schedule = None if asked is None else asked.for_step(program.roles, microbatches, machine)
     tokens = tokens_of(program.captured) * microbatches
     options = SimulateOptions(
-        fusion=fusion,
+        fusion=fusion or its.fusion,
         microbatches=microbatches,
         pipeline=schedule,
         matmul_dtype=_dtype_of(matmul_dtype),
         tokens=tokens,
         title=title,
-        buckets=buckets,
+        buckets=its.buckets if buckets is None else buckets,
+        narrow_messages=its.narrow_messages,
         keeps_every_second_matmul=program.recompute == "selective",
     )
     simulation = simulate_roles(program.roles, machine, options)
-    return replace(simulation, notes=(*simulation.notes, *program.notes))
+    notes = (*simulation.notes, *program.notes)
+    return replace(simulation, notes=notes if its.name == MESHWEAVE else (*notes, f"{its} ({its.source})"))
 
 
 def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from meshweave.cost.hardware import AlphaBeta, Costs, MachineProfile, load_profile
+from meshweave.cost.simulate.frameworks import MESHWEAVE, framework_named
 from meshweave.errors import MeshweaveError
 
 
@@ -42,9 +43,10 @@ _SIZES = ("memory_bytes", "devices_per_node", "num_devices")
 _KERNELS = {"attention": MachineProfile.with_attention, "update": MachineProfile.with_update}
 
 
-def parse_machine(text: str, scale: str) -> MachineProfile:
-    """A machine profile by name or file, changed by `--scale`: `compute=1.5,attention=cudnn,update=foreach`."""
-    machine = load_profile(text)
+def parse_machine(text: str, scale: str, framework: str = MESHWEAVE) -> MachineProfile:
+    """A machine profile by name or file, with the kernels of a framework, changed by `--scale`:
+    `compute=1.5,attention=cudnn,update=foreach`."""
+    machine = framework_named(framework).machine(load_profile(text))
     changes: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in scale.split(","))):
         name, _, figure = part.partition("=")

@@ -22,6 +22,7 @@ from meshweave.cli.command import Options, argument, option
 from meshweave.cli.costs import parse_costs, parse_machine
 from meshweave.cli.screen import Screen, Stage
 from meshweave.cost.hardware import Costs, MachineProfile, load_profile, profile_names
+from meshweave.cost.simulate.frameworks import FRAMEWORKS, MESHWEAVE, framework_named
 from meshweave.cost.simulate.kernels import Fusion
 from meshweave.errors import MeshweaveError
 from meshweave.ir.mesh import Mesh
@@ -36,6 +37,8 @@ from meshweave.runtime.session import RunOptions, SessionSettings
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
 ParamDtype = Literal["bfloat16", "float16", "float32"]
+FrameworkName = Literal["meshweave", "torchtitan", "megatron", "nemo", "fsdp1", "deepspeed", "nanotron"]
+AccumulateIn = Literal["auto", "whole", "shards"]
 
 _AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep")  # with a usual meaning
 # By name: how an optimizer is made, and its learning rate.
@@ -91,6 +94,7 @@ class StepOptions(Options):
     clip_grad_norm: float | None = option(None, "clip gradients by their global norm")
     passes: str = option("none", "passes over the step, such as default or overlap,split=2,recompute=full")
     memory_cap: str = option("", "memory cap of a device, such as 40GB; implies the pass overlap")
+    accumulate_in: AccumulateIn = option("auto", "where gradients of microbatches are added up: whole or in shards")
     backend: BackendName = option("auto", "of the compute between communications: eager, inductor, background or auto")
     seed: int = option(0, "random seed of parameters, data and dropout")
     verbose: bool = option(False, "also show stages and passes", flags=("--verbose", "-v"))
@@ -113,6 +117,7 @@ class StepOptions(Options):
         return Precision(
             autocast=getattr(torch, self.dtype) if self.dtype in ("bfloat16", "float16") else None,
             param_dtype=None if self.param_dtype is None else getattr(torch, self.param_dtype),
+            accumulate_in=self.accumulate_in,
         )
 
     @property
@@ -159,10 +164,22 @@ class MachineOptions(StepOptions):
     )
     scale: str = option("", "what-if factors of the machine: net_bandwidth=2,attention=cudnn")
     fusion: Fusion | None = option(None, "what runs as a single kernel; by default as the machine profile says")
+    framework: FrameworkName = option(
+        "meshweave", f"predict another framework's step: {', '.join(FRAMEWORKS)}", flags=("--as",)
+    )
 
     @property
     def machine(self) -> MachineProfile:
-        return parse_machine(self.profile, self.scale)
+        return parse_machine(self.profile, self.scale, self.framework)
+
+    def as_framework(self) -> Self:
+        """With the passes of the framework, beside those asked for."""
+        return replace(self, passes=framework_named(self.framework).passes_with(self.passes))
+
+    def sums_for(self, plan: str) -> AccumulateIn:
+        """Where gradients of microbatches are added up: as stated, else as the plan says, else the framework."""
+        is_open = self.accumulate_in == "auto" and "zero1" not in plan and "zero2" not in plan
+        return framework_named(self.framework).accumulate_in if is_open else self.accumulate_in
 
     def compiled(self, screen: Screen, mesh: str, plan: str) -> Program:
         """The program of the step on a mesh; moves are chosen by the unscaled profile, with the scaled memory."""
@@ -172,6 +189,7 @@ class MachineOptions(StepOptions):
         if machine.usable_bytes != costs.usable_bytes:
             costs = costs.scaled(memory_bytes=machine.memory.bytes)
         shared = {each.name: getattr(self, each.name) for each in fields(StepOptions)}
+        shared["accumulate_in"] = self.sums_for(plan)
         return compiled_unrun(screen, MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared), costs)
 
     def with_batch(self, meshes: Sequence[tuple[str, str]]) -> Self:
@@ -193,7 +211,7 @@ class MachineOptions(StepOptions):
         recompute = f", recompute {program.recompute}" if program.recompute != "none" else ""
         return (
             f"assumed: {model}; global batch {shapes_text(batch.items())}{times}; {dtype}; {self.optimizer}; "
-            f"passes {self.passes}{recompute}"
+            f"passes {self.passes}{recompute}{f'; as {self.framework}' if self.framework != MESHWEAVE else ''}"
         )
 
 

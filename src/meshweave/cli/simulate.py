@@ -35,21 +35,22 @@ class SimulateCommandOptions(MachineOptions):
     mesh: list[str] = option(help="named axes, such as fsdp=8,tp=8; several are compared", autocompletion=meshes_like)
     plan: list[str] = option(list, "as for plan; a single plan for all meshes, or a plan per mesh")
     matmul_dtype: MatmulDtype | None = option(None, "dtype of the matmuls in repeated blocks")
-    buckets: str = option("none", "which collectives are merged: 'blocks' (as FSDP does), or a size (25MiB)")
+    buckets: str = option("", "which collectives are merged: none, 'blocks' (as FSDP does), or a size (25MiB)")
     report: Path | None = option(None, "write one HTML page")
     trace: Path | None = option(None, "write a Chrome trace, for Perfetto")
     diff: bool = option(False, "difference of two meshes: which moves changed, where time went")
 
     def simulated(self, program: Program, mesh: str, plan: str) -> Simulation:
         """A program simulated as the options say."""
-        is_stated = self.buckets in ("none", "blocks")
-        buckets: Any = self.buckets if is_stated else parse_bytes(self.buckets, "--buckets")
+        is_name = self.buckets in ("", "none", "blocks")
+        buckets: Any = (self.buckets or None) if is_name else parse_bytes(self.buckets, "--buckets")
         return whatif.simulate(
             program,
             self.machine,
             fusion=self.fusion,
             matmul_dtype=self.matmul_dtype,
             buckets=buckets,
+            framework=self.framework,
             title=" ".join(filter(None, (self.model_name, f"on {mesh or 'one device'}", plan))),
         )
 
@@ -58,6 +59,7 @@ def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
     """Predict a training step on a machine: time, exposed communication and why, memory. Several meshes are compared,
     and the best is marked. The machine need not be present."""
     check_outputs(options.report, options.trace)
+    options = options.as_framework()
     if options.diff and len(options.mesh) != 2:
         raise MeshweaveError(
             "--diff compares two", got=f"{len(options.mesh)} meshes", expected="--mesh A --mesh B --diff"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -429,7 +429,7 @@ def lower_tasks(
     fusion: Fusion,
     microbatches: int = 1,
     pipeline: Schedule | None = None,
-    matmul_dtype: torch.dtype | None = None,
+    matmul_dtype: NarrowDtype | None = None,
     buckets: Buckets = "none",
 ) -> Tasks:
     """The tasks of a step on a machine. `pipeline`: the schedule of its stages, if they work on several microbatches at
@@ -482,20 +482,31 @@ def launch_times(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> It
 # sequence parallelism.
 
 
-@dataclass(slots=True)
-class Narrow:
-    """A role's matmuls in `dtype`. `sources` are the storages of gathers in the smaller dtype, with a device's operand
-    elements; `done` the (storage, phase, microbatch) that have been cast."""
+class NarrowDtype(NamedTuple):
+    """A smaller dtype of matmuls; `moves`: in which their operands are gathered, too."""
 
     dtype: torch.dtype
+    moves: bool = True
+
+
+@dataclass(slots=True)
+class Narrow:
+    """A role's matmuls in a smaller dtype. `sources` are the storages of gathers in that dtype, with a device's operand
+    elements; `done` the (storage, phase, microbatch) that have been cast."""
+
+    asked: NarrowDtype
     role: RankGraph
     local: Local
     fusion: Fusion
     sources: dict[int, int] = field(default_factory=dict)
     done: set[tuple[int, str, int]] = field(default_factory=set)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.asked.dtype
+
     def __post_init__(self) -> None:
-        for node in self.role.graph.nodes:
+        for node in self.role.graph.nodes if self.asked.moves else ():
             if node.target is ALL_GATHER.op and is_in_block(origin_of(node)):
                 operand = node.args[0]
                 assert isinstance(operand, fx.Node)

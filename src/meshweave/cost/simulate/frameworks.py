@@ -1,0 +1,136 @@
+"""What other frameworks do in a step, beside its model, mesh and plan: to predict them in place of meshweave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshweave.cost.hardware import MachineProfile
+from meshweave.cost.simulate.buckets import Buckets
+from meshweave.cost.simulate.kernels import Fusion
+from meshweave.errors import MeshweaveError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """A framework with its usual settings.
+
+    fusion, buckets: as in `whatif.simulate`; a fusion of None is the machine profile's. attention: kernels by
+    preference, of which a machine takes the first that its profile has. update: "fused" or "foreach", see
+    `MachineProfile.with_update`. narrow_messages: whether what matmuls in a smaller dtype read is gathered in that
+    dtype. accumulate_in: as in `Precision`. passes: text as for `compile`, the passes that stand for its own schedule.
+    source: where each of them is found.
+    """
+
+    name: str
+    fusion: Fusion | None = None
+    attention: tuple[str, ...] = ()
+    update: str = "fused"
+    buckets: Buckets = "none"
+    narrow_messages: bool = True
+    accumulate_in: Literal["auto", "whole", "shards"] = "auto"
+    passes: str = "default"
+    source: str = ""
+
+    def machine(self, profile: MachineProfile) -> MachineProfile:
+        """The profile with the kernels of the framework."""
+        known = {kernel.name for kernel in profile.attention.kernels}
+        kernel = next((each for each in self.attention if each in known), None)
+        profile = profile if kernel is None else profile.with_attention(kernel)
+        return profile if self.name == MESHWEAVE else profile.with_update(self.update)
+
+    def passes_with(self, asked: str) -> str:
+        """The text of the passes of a step for which these are asked: "default" are the framework's own."""
+        if asked == "default" or self.name == MESHWEAVE:
+            return self.passes if asked == "default" else asked
+        return ",".join(part for part in (self.passes, asked) if part != "none") or "none"
+
+    def __str__(self) -> str:
+        """What it does, in a line."""
+        size = f"{self.buckets:,} bytes" if isinstance(self.buckets, int) else ""
+        merged = {"none": "a collective each", "blocks": "a collective per block"}
+        parts = [
+            f"kernels {self.fusion or 'of the profile'}",
+            f"attention {' or '.join(self.attention)}",
+            f"{self.update} updates",
+            merged.get(str(self.buckets), f"collectives of {size}"),
+            f"gradients of microbatches {'as memory allows' if self.accumulate_in == 'auto' else self.accumulate_in}",
+            f"float8 matmuls gather {'float8' if self.narrow_messages else '16 bits'}",
+            f"passes {self.passes}",
+        ]
+        return f"as {self.name}: {', '.join(parts)}"
+
+
+MESHWEAVE = "meshweave"
+_MEGATRON = Framework(
+    name="megatron",
+    fusion="compiled",
+    attention=("cudnn", "flash2"),
+    buckets=160_000_000,
+    narrow_messages=False,
+    accumulate_in="whole",
+    passes="prefetch=1",
+    source="Transformer Engine's fused norms, activations and attention (cuDNN), FusedAdam; "
+    "Megatron-LM core/distributed/distributed_data_parallel.py: buckets of max(40 million, 1 million per rank) "
+    "parameters, in float32 main_grad, reduced once a step; distributed optimizer with overlap_param_gather",
+)
+FRAMEWORKS = {
+    each.name: each
+    for each in (
+        Framework(name=MESHWEAVE),
+        Framework(
+            name="torchtitan",
+            fusion="eager",
+            attention=("flash2", "cudnn"),
+            buckets="blocks",
+            accumulate_in="shards",
+            passes="prefetch=1",
+            source="torchtitan models/llama3/infra/parallelize.py: fully_shard on each block, which prefetches the "
+            "next and reduces in every microbatch; models/attention.py: FlashAttention, cuDNN on B200; components/"
+            "optimizer.py: fused; components/quantization/float8: float8 all-gathers. --fusion blocks: compile",
+        ),
+        _MEGATRON,
+        replace(_MEGATRON, name="nemo", source=f"trains with Megatron core: {_MEGATRON.source}"),
+        Framework(
+            name="fsdp1",
+            fusion="eager",
+            attention=("flash2", "cudnn"),
+            update="foreach",
+            buckets="blocks",
+            narrow_messages=False,
+            accumulate_in="shards",
+            passes="prefetch=1",
+            source="torch.distributed.fsdp.FullyShardedDataParallel: a flat parameter per wrapped block, BACKWARD_PRE "
+            "and limit_all_gathers, reduced in every microbatch; torch.optim: foreach by default",
+        ),
+        Framework(
+            name="deepspeed",
+            fusion="eager",
+            attention=("flash2", "cudnn"),
+            buckets=100_000_000,
+            narrow_messages=False,
+            accumulate_in="shards",
+            passes="prefetch=1",
+            source="DeepSpeed runtime/zero/config.py: stage3_prefetch_bucket_size of 5e7 elements, in 16 bits; stage 3 "
+            "reduces in every microbatch; ops/adam: FusedAdam",
+        ),
+        Framework(
+            name="nanotron",
+            fusion="eager",
+            attention=("flash2", "cudnn"),
+            buckets=25 * 2**20,
+            narrow_messages=False,
+            accumulate_in="whole",
+            passes="none",
+            source="nanotron optim/gradient_accumulator.py: float32 sums, reduced once a step; ZeRO-1; "
+            "torch_adam_is_fused; buckets of DistributedDataParallel; FlashAttention-2",
+        ),
+    )
+}
+
+
+def framework_named(name: str) -> Framework:
+    """Raises MeshweaveError for an unknown name."""
+    if name not in FRAMEWORKS:
+        raise MeshweaveError("unknown framework", got=repr(name), expected=f"one of {', '.join(FRAMEWORKS)}")
+    return FRAMEWORKS[name]
