@@ -11,6 +11,7 @@ from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.buckets import Buckets
 from meshweave.cost.simulate.frameworks import MESHWEAVE, Framework, framework_named
 from meshweave.cost.simulate.kernels import Fusion
+from meshweave.cost.simulate.repeats import simulate_few
 from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
 from meshweave.errors import MeshweaveError
@@ -29,6 +30,7 @@ def simulate(
     title: str = "",
     buckets: Buckets | None = None,
     framework: str | Framework = MESHWEAVE,
+    every_microbatch: bool = True,
 ) -> Simulation:
     """One training step of a compiled program (`step.program`) on a machine: time, exposed communication with its
     reasons, memory with the tensors at the peak. Deterministic. The cost of the simulation grows with the number of
@@ -47,6 +49,8 @@ def simulate(
         "fsdp1", "deepspeed" or "nanotron", each with its usual settings (`cost/simulate/frameworks.py`). A
         MachineProfile keeps its own kernels (`Framework.machine` changes them). What enters
         the program (passes, where gradients are added up) is the program's own; `meshweave simulate --as` sets both.
+    every_microbatch: False: of many microbatches only the first and last few are played, where a step grows by the same
+        with each; its totals are those of the whole step, its spans those of a step of few, and a note says so.
 
     Raises MeshweaveError for an unknown profile, a mesh that the machine cannot hold, a dtype without a cost.
     """
@@ -69,7 +73,8 @@ def simulate(
         narrow_messages=its.narrow_messages,
         keeps_every_second_matmul=program.recompute == "selective",
     )
-    simulation = simulate_roles(program.roles, machine, options)
+    few = None if every_microbatch else simulate_few(program.roles, machine, options)
+    simulation = few or simulate_roles(program.roles, machine, options)
     notes = (*simulation.notes, *program.notes)
     return replace(simulation, notes=notes if its.name == MESHWEAVE else (*notes, f"{its} ({its.source})"))
 

@@ -51,6 +51,7 @@ class SimulateCommandOptions(MachineOptions):
             matmul_dtype=self.matmul_dtype,
             buckets=buckets,
             framework=self.framework,
+            every_microbatch=self.report is not None or self.trace is not None or self.diff,
             title=" ".join(filter(None, (self.model_name, f"on {mesh or 'one device'}", plan))),
         )
 

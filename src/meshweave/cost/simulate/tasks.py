@@ -407,7 +407,7 @@ def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, in
         if node not in role.kinds:  # a wait for what was sent, in a pipeline
             continue
         kind = role.kinds[node]
-        if position >= update and (isinstance(item, Kernel) or not role.stages):
+        if position >= update and (isinstance(item, Kernel) or not role.stages or kind == "update"):
             kind = "update"
         elif kind in ("forward", "backward", "update"):
             kind = "forward" if position < backward else "backward"

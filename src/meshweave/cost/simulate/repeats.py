@@ -1,0 +1,95 @@
+"""A step of many microbatches from steps of few: in the middle of a step each microbatch repeats the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isclose
+
+from meshweave.cost.hardware import MachineProfile
+from meshweave.cost.simulate.result import RoleResult, Simulation
+from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
+from meshweave.engine.actions import Schedule
+from meshweave.engine.schedules import SCHEDULES, make_schedule, pipeline_times
+from meshweave.ir.rank import RankGraph
+
+_FEW = (3, 4, 5)  # microbatches that come one after the other: the first and the last are unlike those between
+_ROUNDS = 4  # of as many microbatches as a pipeline has stages: after so many a pipeline is full
+_WORTH = 2  # times as many microbatches as are simulated, from which on it is worth it
+_ROUNDING = 1e-6  # of the seconds of a step
+_MORE = 1e-3  # of a peak: the losses of microbatches, which live until the end. More are activations, as in gpipe
+
+
+def simulate_few(roles: Sequence[RankGraph], profile: MachineProfile, options: SimulateOptions) -> Simulation | None:
+    """What `simulate_roles` says, from steps of fewer microbatches; its spans are those of such a step. None where that
+    would save little, or where three such steps do not grow by the same: with a schedule that has no name, or whose
+    memory grows. In a pipeline stages that drift against each other may meet on a link later on (0.8% of a step)."""
+    count, schedule = options.microbatches, options.pipeline
+    few = _FEW if schedule is None else _few_of_pipeline(schedule)
+    if few is None or count < _WORTH * sum(few):
+        return None
+    results = list[Simulation]()
+    for number in few:
+        pipeline = None if schedule is None else _of(schedule, number)
+        tokens = options.tokens // count * number
+        results.append(
+            simulate_roles(roles, profile, replace(options, microbatches=number, pipeline=pipeline, tokens=tokens))
+        )
+    first, low, high = results
+    if not isclose(low.seconds - first.seconds, high.seconds - low.seconds, rel_tol=_ROUNDING):
+        return None
+    return _extended(low, high, (count - few[2]) / (few[2] - few[1]), options, few[2])
+
+
+def _of(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule of this name for another number of microbatches."""
+    ranks = schedule.stages_of_role
+    return make_schedule(schedule.name, len(ranks), microbatches, len(ranks[0]))
+
+
+def _few_of_pipeline(schedule: Schedule) -> tuple[int, int, int] | None:
+    """Numbers of microbatches, whole rounds apart from each other and `schedule`, if its clock goes on as between
+    them."""
+    ranks, count = schedule.stages_of_role, schedule.num_microbatches
+    if schedule.name not in SCHEDULES or _of(schedule, count) != schedule:
+        return None
+    size = len(ranks)
+    low = _ROUNDS * len(ranks[0]) * size + count % size
+    few = low, low + size, low + 2 * size
+    if count < _WORTH * sum(few):
+        return None
+    first, second, last = (pipeline_times(_of(schedule, n), F=1.0, B=1.0, W=1.0).step_s for n in (*few[1:], count))
+    expected = second + (second - first) * (count - few[2]) / size
+    return few if isclose(expected, last, rel_tol=_ROUNDING) else None
+
+
+def _extended(
+    low: Simulation, high: Simulation, times: float, options: SimulateOptions, shown: int
+) -> Simulation | None:
+    """The step that grows `times` more as it does from `low` to `high`."""
+    roles = tuple(_role(a, b, times) for a, b in zip(low.roles, high.roles, strict=True))
+    if any(new.peak_bytes > (1 + _MORE) * old.peak_bytes for new, old in zip(roles, high.roles, strict=True)):
+        return None
+
+    def grown(first: float, second: float) -> float:
+        return second + times * (second - first)
+
+    seconds, flops = grown(low.seconds, high.seconds), grown(low.flops, high.flops)
+    mfu = None if high.mfu is None else high.mfu * (flops / high.flops) / (seconds / high.seconds)
+    rest = f"microbatches 1 to {shown} of {options.microbatches} were played: the others repeat them"
+    return replace(
+        high,
+        seconds=seconds,
+        roles=roles,
+        tokens=options.tokens,
+        flops=flops,
+        mfu=mfu,
+        notes=(*high.notes, rest),
+    )
+
+
+def _role(low: RoleResult, high: RoleResult, times: float) -> RoleResult:
+    names = ("compute_seconds", "communication_seconds", "exposed_seconds", "idle_seconds")
+    pairs = {name: (getattr(low, name), getattr(high, name)) for name in names}
+    peak = high.peak_bytes + round(times * (high.peak_bytes - low.peak_bytes))
+    return replace(high, peak_bytes=peak, **{name: b + times * (b - a) for name, (a, b) in pairs.items()})
