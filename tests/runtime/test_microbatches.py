@@ -170,3 +170,30 @@ def test_numbers_of_rows_are_an_error_that_names_the_entry() -> None:
     with pytest.raises(mw.PlanError, match="a microbatch has only some rows") as error:
         trained(lambda o, b: (o - o[b["partner"]]).square().mean(), "dp=2", 2)
     assert "'partner'" in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_in_fewer_bits_is_the_sum_of_those_of_microbatches(
+    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Up to the rounding of each."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(24, 32)}
+
+    def losses(count: int) -> list[float]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+        step = mw.compile(
+            model,
+            loss=lambda out, batch: out.square().mean(),
+            example=batch,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            mesh="dp=2",
+            accumulate=count,
+            precision=mw.Precision(autocast=dtype, loss_scale=None),
+            forward=lambda model, batch: model(batch["x"]),
+        )
+        return [step(batch).item() for _ in range(3)]
+
+    assert losses(4) == pytest.approx(losses(1), rel=2 * torch.finfo(dtype).eps)
+    assert not caplog.records

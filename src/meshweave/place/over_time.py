@@ -215,12 +215,19 @@ def is_op(node: fx.Node) -> bool:
 
 
 def rule_over_time(node: fx.Node) -> Rule:
-    """The rule of an op. A count is the same sum in integers and in floating-point numbers, and to a sum a number is
-    added in shares. Rows may be within a dim."""
+    """The rule of an op. A count is the same sum in integers and in floating-point numbers; a sum is the same in fewer
+    bits, up to their rounding; and to a sum a number is added in shares. Rows may be within a dim."""
     rule = row_for(node).rule(node)
-    is_count = node.target in CASTS and spec_of(tensor_inputs(node)[0]).is_integer and spec_of(node).dtype != torch.bool
-    linear = (*rule.linear, *sums({0})) if is_count or adds_number(node) else rule.linear
+    linear = (*rule.linear, *sums({0})) if is_cast_of_sum(node) or adds_number(node) else rule.linear
     return replace(rule, linear=linear, is_strided=True)
+
+
+def is_cast_of_sum(node: fx.Node) -> bool:
+    """Whether an op casts counts to numbers, or floating-point numbers to others."""
+    if node.target not in CASTS:
+        return False
+    source, target = spec_of(tensor_inputs(node)[0]), spec_of(node).dtype
+    return target != torch.bool if source.is_integer else source.dtype.is_floating_point and target.is_floating_point
 
 
 def adds_number(node: fx.Node) -> bool:
