@@ -113,8 +113,9 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
         return step
     stages: dict[fx.Node, int] = {}
     for node in ahead:
+        before = [stages[n] for n in node.all_input_nodes if n in stages]
         stage = stage_of(node, stages, homes, of_module)
-        stages[node] = _stage_there(plan, homes[node], stage, is_ahead=True, latest=stage)
+        stages[node] = _stage_there(plan, homes[node], stage, max(before, default=0), is_ahead=True)
     for node in reversed(ahead):
         users = [user for user in node.users if user in stages]
         is_own = all(homes[user] == homes[node] for user in users)
@@ -130,7 +131,7 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
             before = [stages[n] for n in node.all_input_nodes if n in stages and PARTS[origin_of(n).phase] == _BACKWARD]
             call = origin_of(node).call
             stage = min([of_call.get(call, last) if call else last, *before])
-            stages[node] = _stage_there(plan, homes[node], stage, is_ahead=False, latest=min(before, default=stage))
+            stages[node] = _stage_there(plan, homes[node], stage, min(before, default=stage), is_ahead=False)
     for node in reversed(ops):  # constants of backward, of no op of forward
         users = [stages[user] for user in node.users if user in stages]
         if users and not node.all_input_nodes and PARTS[origin_of(node).phase] == _BACKWARD:
@@ -143,11 +144,14 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
     return step
 
 
-def _stage_there(plan: Resolved, home: Mesh, stage: int, is_ahead: bool, latest: int) -> int:
-    """The first stage of a plan from this one on, in the direction of the pass, that these devices have. A sum of
-    gradients for a stage before all of theirs is with their first, if its operands are there by then (`latest`)."""
+def _stage_there(plan: Resolved, home: Mesh, stage: int, ready: int, is_ahead: bool) -> int:
+    """The first stage of a plan from this one on, in the direction of the pass, that these devices have.
+
+    If they have only others, the nearest in which all operands are there, those of stage `ready` the last: of a cast of
+    a parameter that a later stage uses, or of a sum of gradients for a stage before all of theirs."""
     numbers = [its for module, its in plan.stages.items() if plan.homes[module] == home]
     if is_ahead:
-        return min((its for its in numbers if its >= stage), default=stage)
-    first = min((its for its in numbers if its <= latest), default=stage)
-    return max((its for its in numbers if its <= stage), default=first)
+        nearest = max((its for its in numbers if its >= ready), default=stage)
+        return min((its for its in numbers if its >= stage), default=nearest)
+    nearest = min((its for its in numbers if its <= ready), default=stage)
+    return max((its for its in numbers if its <= stage), default=nearest)
