@@ -361,3 +361,20 @@ def test_sums_of_gradients_for_a_stage_with_a_single_layer() -> None:
     step, losses = trained("pp=2", plan="stages:pp:layout=Et|t*2|t*2|t*3L", pipeline="interleaved")
     assert losses == pytest.approx(expected, rel=1e-12)
     assert sizes_of(step) == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [("pp=4", "E|t|t|L"), ("pp=2,fsdp=2", "Et|tL")])
+def test_tied_weights_in_lower_precision(mesh: str, layout: str) -> None:
+    """Casts stand on the side of a move on which the value is smaller, on devices that lack the stage of the op."""
+
+    def losses(mesh: str, **options: Any) -> list[float]:
+        model, batch, loss = hugging_face("gpt2", batch=4)
+        optimizer, precision = torch.optim.SGD(model.parameters(), 0.1), mw.Precision(autocast=torch.bfloat16)
+        step = mw.compile(
+            model, loss=loss, example=batch, accumulate=2, profile="alpha-beta", mesh=mesh, optimizer=optimizer,
+            precision=precision, **options,
+        )  # fmt: skip
+        return [float(step(batch)) for _ in range(3)]
+
+    plan = f"stages:pp:layout={layout}" + ("+fsdp:fsdp" if "fsdp" in mesh else "")
+    assert losses(mesh, plan=plan, pipeline="1f1b") == pytest.approx(losses(""), rel=1e-3)
