@@ -45,11 +45,11 @@ from meshweave.place.movement.replay import prove_plan
 from meshweave.place.place import place
 from meshweave.place.plans import Plan, Resolved
 from meshweave.place.rates import Rates, rates_of
-from meshweave.place.resolve import check_axes, resolve, usual_stages
+from meshweave.place.resolve import check_axes, resolve
 from meshweave.place.row_lookups import check_own_rows
 from meshweave.place.search import choose_tp, with_short_updates
 from meshweave.place.sequences import keep_sequences_apart
-from meshweave.place.stages import in_order_of_use, number_stages
+from meshweave.place.stages import number_stages, place_stages
 from meshweave.place.sums import sum_bytes
 from meshweave.program import PlanInputs, Planned, Program
 from meshweave.report.tables import bytes_text
@@ -125,10 +125,9 @@ def build_program(
     if target.own_parts > 1:
         check_own_rows(captured, target.own_parts)
     placing = _PlacementStage(mesh, costs, pass_list.room(costs), target.decided, options.accumulate)
-    captured, sequence = _arrange_sequence(verify_step(captured), resolved, placing)
-    named = axes_of_operators(captured, mesh)
-    usual_stages(resolved, source.model, mesh, named)
-    in_order_of_use(captured, resolved)
+    named = axes_of_operators(verify_step(captured), mesh)
+    place_stages(captured, resolved, source.model, mesh, named)
+    captured, sequence = _arrange_sequence(captured, resolved, placing)
     check_axes(resolved, mesh, named)
     progress("place")
     units = infer_units(captured)

@@ -152,25 +152,6 @@ def test_tied_weights_live_where_they_are_first_used() -> None:
     assert all(places(made, "state")[f"momentum_buffer/{n}"] == d for n, d in places(made, "param").items())
 
 
-@pytest.mark.parametrize(("layers", "count"), [(3, 2), (3, 3), (5, 3), (8, 2)])
-def test_stages_are_consecutive_and_balanced(layers: int, count: int) -> None:
-    model, _, _ = hugging_face("llama", layers=layers)
-    found = resolve(Plan.stages("pp"), model, Mesh(f"pp={count}"))
-    stages = [found.homes[f"model.layers.{i}"].devices[0] for i in range(layers)]
-    sizes = [stages.count(i) for i in range(count)]
-    assert stages == sorted(stages)
-    assert min(sizes) >= 1
-    assert max(sizes) - min(sizes) <= 1
-
-
-def test_stages_weigh_parameters_and_leave_no_stage_empty() -> None:
-    wide = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    found = resolve(Plan.stages("pp"), wide, Mesh("pp=2"))
-    assert {n: m.devices for n, m in found.homes.items()} == {"0": (0,), "2": (1,), "3": (1,), "4": (1,)}
-    last = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 900))
-    assert [m.devices for m in resolve(Plan.stages("pp"), last, Mesh("pp=3")).homes.values()] == [(0,), (1,), (2,)]
-
-
 def test_the_devices_of_a_role_share_one_graph_however_many_they_are() -> None:
     layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     small, large = (program(layers, f"pp=2,dp={n}") for n in (2, 4))
@@ -217,15 +198,6 @@ def test_unknown_devices_globs_and_contradictions_are_errors() -> None:
     with pytest.raises(PlanError, match="the plan assigns second to two sets of devices") as clash:
         resolve(Plan.on({"second": 0}) + Plan.on({"sec*": 1}), MLP(), mesh)
     assert clash.value.got == "[0] and [1]"
-
-
-def test_more_stages_than_layers_is_an_error() -> None:
-    with pytest.raises(PlanError, match="fewer layers than there are stages") as error:
-        resolve(Plan.stages("pp"), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), Mesh("pp=2"))
-    assert (error.value.got, error.value.expected) == ("1 layers with parameters", "at least 2")
-    assert "mw.on" in error.value.hint
-    with pytest.raises(PlanError, match="fewer layers than there are stages"):
-        resolve(Plan.stages("pp"), nn.Linear(2, 2), Mesh("pp=2"))
 
 
 def test_a_device_without_a_layer_is_an_error() -> None:

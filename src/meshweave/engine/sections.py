@@ -134,10 +134,13 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
         stages[node] = pick([origin_of(node).stage, *operands])
     of_role = [stages[node] for node, kind in kinds.items() if kind in ("forward", "backward")]
     stages.update((node, min(of_role, default=0)) for node in numbers)
-    for node in reversed([*_without_batch(whole.role, kinds)]):
+    constants = dict.fromkeys(_without_batch(whole.role, kinds))
+    of_role = [stages[node] for node, kind in kinds.items() if kind in PASSES and node not in constants]
+    first = min(of_role, default=0)  # has what the role computes for other roles alone
+    for node in reversed(constants):
         is_backward = kinds[node] == "backward"
         users = [stages[user] for user in node.users if user in stages and PARTS[origin_of(user).phase] == is_backward]
-        stages[node] = max(users, default=stages[node]) if is_backward else max(stages[node], min(users, default=0))
+        stages[node] = max(users, default=stages[node]) if is_backward else max(stages[node], min(users, default=first))
     if has_parts:
         sent = _sent_on(whole.role, kinds, stages)
         kinds.update({n: "input" if n in sent else "weight" for n, kind in kinds.items() if kind == "backward"})

@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import Parameter, signature
 from pathlib import Path
 
 from meshweave.errors import PlanError, near_miss
@@ -33,7 +34,8 @@ _SCHEMES: Mapping[str, Callable[..., Plan]] = {
 def parse_plan(text: str) -> Plan | None:
     """`fsdp:dp+hf_tp:tp`, or a .toml or .json file of globs; None for empty text: axis names then decide.
 
-    Further arguments of a scheme follow its axis: `cp:cp:gather`, `cp:cp:ring:none`.
+    Further arguments of a scheme follow its axis: `cp:cp:gather`, `cp:cp:ring:none`; by name in any order, behind those
+    without: `cp:cp:balance=none`, `stages:pp:layout=Et*3|t*3L`.
 
     A file maps globs of parameters and modules to a layout ("[{tp}, {}]"), to style:axis ("colwise:tp") or to devices
     ("on:pp=1", "on:2,3"); its entry `plan` may list schemes.
@@ -45,17 +47,26 @@ def parse_plan(text: str) -> Plan | None:
     plan = Plan()
     for part in text.split("+"):
         name, *arguments = part.strip().split(":")
-        most = 3 if name in ("cp", "stages") else 1
-        if name not in _SCHEMES or not 0 < len(arguments) <= most or not arguments[0]:
+        known = _parameters(name)
+        named = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+        plain = [argument for argument in arguments if "=" not in argument]
+        is_known = not {*named} - {*known[len(plain) :]} and arguments[: len(plain)] == plain
+        if not (is_known and 0 < len(plain) <= len(known) and plain[0]):
             raise PlanError(
                 f"'{part}' is not a scheme of plans",
                 where=f"plan {text}",
                 got=part,
-                expected=f"{near_miss(name, _SCHEMES)}, as scheme:axis",
+                expected=f"{near_miss(name, _SCHEMES)}, as scheme:{':'.join(known or ('axis',))}",
                 hint="for example fsdp:dp+hf_tp:tp, or a .toml or .json file",
             )
-        plan = plan + _SCHEMES[name](*arguments)
+        plan = plan + _SCHEMES[name](*plain, **named)
     return plan
+
+
+def _parameters(scheme: str) -> tuple[str, ...]:
+    """The names of a scheme's arguments; none of an unknown one. An argument by keyword alone has no text."""
+    parameters = signature(_SCHEMES[scheme]).parameters.values() if scheme in _SCHEMES else ()
+    return tuple(each.name for each in parameters if each.kind is Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def plan_of(plan: Plan | str | None) -> Plan | None:

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from meshweave.errors import PlanError
 from meshweave.ir.mesh import Mesh
+from meshweave.place.stage_layout import StageLayout
 
 STYLES = ("colwise", "rowwise", "sequence", "replicate")
 ATTENTION = ("auto", "gather", "heads", "ring")  # how queries meet keys of other devices
@@ -154,22 +155,38 @@ class Plan:
         return Plan([Entry("on", glob=glob, text=_device_text(where)) for glob, where in devices.items()])
 
     @staticmethod
-    def stages(axis: str, per_device: int | str | None = None, order: str = "looped") -> Plan:
-        """The model's longest list of layers as consecutive stages, balanced by parameters: `per_device` of them for
-        each index of `axis` (default: as many as the schedule of `pipeline=` needs, else one).
+    def stages(
+        axis: str, per_device: int | str | None = None, order: str | None = None, layout: str | None = None
+    ) -> Plan:
+        """The model's longest list of layers as consecutive stages, `per_device` of them for each index of `axis`
+        (default: as many as the schedule of `pipeline=` needs, else one).
+
+        They are cut so that the stage with the most work has the least: FLOPs of matmuls and attentions, with those of
+        the embedding in the first and those of head and loss in the last; in a model without matmuls, by parameters.
+        Modules before the layers run with the first stage, modules after them with the last.
+
+        `layout` says it instead, in Megatron's text: "Et*3|t*5|t*3L" has a `t` for each layer that has parameters, in
+        the order in which forward comes to them; "E|t*5|t*5|L" has the modules before and after the layers in stages of
+        their own (`stage_layout.StageLayout`).
 
         `order` says which index has which stage: "looped", index i of n has stages i, n + i, ...; in a "v" the order
-        turns round after every n, so that index 0 has the first stage and the last of two. Modules before the layers
-        run with the first stage, modules after them with the last.
+        turns round after every n, so that index 0 has the first stage and the last of two. Default: that of the
+        schedule, else looped.
+
+        Raises PlanError for other values, and `per_device` beside `layout`.
         """
-        if order not in STAGE_ORDERS or (per_device is not None and not str(per_device).isdecimal()):
+        is_number = per_device is None or str(per_device).isdecimal()
+        if not is_number or order not in (None, *STAGE_ORDERS) or (layout is not None and per_device is not None):
             raise PlanError(
                 "invalid stages",
-                got=f"per_device={per_device!r}, order={order!r}",
-                expected=f"a number of stages, and {' or '.join(STAGE_ORDERS)}",
-                hint="for example stages:pp, stages:pp:2 or stages:pp:2:v",
+                got=f"per_device={per_device!r}, order={order!r}, layout={layout!r}",
+                expected=f"a number of stages or a layout, and {' or '.join(STAGE_ORDERS)}",
+                hint="for example stages:pp, stages:pp:2, stages:pp:2:v or stages:pp:layout=Et|t|t|tL:order=v",
             )
-        return Plan([Entry("stages", axis, text="" if per_device is None else f"{int(per_device)} {order}")])
+        count = "" if per_device is None else int(per_device)
+        return Plan(
+            [Entry("stages", axis, text=f"{count if layout is None else StageLayout.parse(layout)}:{order or ''}")]
+        )
 
     @staticmethod
     def keep(glob: str) -> Plan:
@@ -196,7 +213,8 @@ class Resolved:
     """A plan resolved for a model, in the form that placement and capture need.
 
     `shards[param][axis]` is the dim that the axis shards; `pins` are (module, "in" or "out", constraint); `homes` are
-    the devices of modules, `stages` their stages; `kept` are parameters gathered once. `named` are the axes that it
+    the devices of modules, `stages` their stages, as `staged` asks for them: an axis, a layout or a number of stages
+    for each index, and their order; `kept` are parameters gathered once. `named` are the axes that it
     uses; `is_default`: the user passed no plan.
     """
 
@@ -213,6 +231,7 @@ class Resolved:
     shards: dict[str, dict[str, int]] = field(default_factory=dict)
     pins: list[tuple[str, str, str]] = field(default_factory=list)
     homes: dict[str, Mesh] = field(default_factory=dict)
+    staged: list[tuple[str, StageLayout | int, str]] = field(default_factory=list)  # axis, its stages, their order
     stages: dict[str, int] = field(default_factory=dict)  # of a pipeline, by module
     usual_stages: tuple[int, str] = (1, "looped")  # how many per index and their order, where the plan leaves it open
     named: set[str] = field(default_factory=set)

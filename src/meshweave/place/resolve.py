@@ -14,6 +14,7 @@ from meshweave.errors import MeshError, PlanError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.place.plans import Entry, Plan, Resolved
+from meshweave.place.stage_layout import StageLayout
 from meshweave.place.styles import HF_STYLES, apply_param_style, apply_style, expert_parameters, hugging_face_plan
 
 
@@ -48,14 +49,13 @@ def hf_tp_plan(model: nn.Module) -> dict[str, str]:
 def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh, stages: tuple[int, str] = (1, "looped")) -> Resolved:
     """Read a plan against a model. Raises PlanError if a glob, axis or style matches nothing, with near misses.
 
-    `stages`: how many each index of an axis has and in what order, where the plan leaves it open. Without a plan
-    `usual_stages` decides the stages, since the model itself may place its layers.
+    `stages`: how many each index of an axis has and in what order, where the plan leaves it open. The layers are put
+    on stages once the step is captured (`place.stages`).
     """
     resolved = Resolved(is_default=plan is None, usual_stages=stages)
     _check_zero(plan)
     for entry in (default_plan(model, mesh) if plan is None else plan).entries:
-        if not (resolved.is_default and entry.kind == "stages"):
-            _read(resolved, entry, model, mesh)
+        _read(resolved, entry, model, mesh)
     if resolved.accumulate_in != "auto":  # ZeRO-1 and 2
         resolved.state_axes += [axis for axis in resolved.context_axes if axis not in resolved.state_axes]
     return resolved
@@ -71,14 +71,6 @@ def _check_zero(plan: Plan | None) -> None:
     if len(schemes) > 1:
         got = " and ".join(sorted(schemes, reverse=True))
         raise PlanError("stages of ZeRO exclude each other", where="plan", got=got, hint="keep one of them")
-
-
-def usual_stages(resolved: Resolved, model: nn.Module, mesh: Mesh, by_operators: Collection[str]) -> None:
-    """Without a plan, put the layers on the stages of axis pp, unless operators in the model use that axis."""
-    usual = default_plan(model, mesh).entries if resolved.is_default else ()
-    for entry in usual:
-        if entry.kind == "stages" and entry.axis not in by_operators:
-            _read(resolved, entry, model, mesh)
 
 
 def _read(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
@@ -267,10 +259,10 @@ def _on(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
     modules = _matching(entry.glob, dict(model.named_modules()))
     if not modules:
         raise _nothing(entry.glob, (n for n, _ in model.named_modules() if n), "module")
-    _place(resolved, modules, _devices(entry.text, mesh, entry.glob), mesh, entry.glob)
+    place_modules(resolved, modules, _devices(entry.text, mesh, entry.glob), mesh, entry.glob)
 
 
-def _place(resolved: Resolved, modules: Iterable[str], where: Mesh, mesh: Mesh, glob: str) -> None:
+def place_modules(resolved: Resolved, modules: Iterable[str], where: Mesh, mesh: Mesh, glob: str) -> None:
     """Record where modules run. PlanError if another entry says otherwise."""
     resolved.named.update(a for a in mesh.axis_names if a not in where.axis_names or where.size(a) != mesh.size(a))
     for name in modules:
@@ -314,40 +306,11 @@ def _few(ids: tuple[int, ...]) -> str:
 
 
 def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
-    """Consecutive layers, divided by the midpoint of each layer's share of the parameters, at least one layer per
-    stage."""
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
-    name, layers = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
-    weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    per_device, order = entry.text.split() if entry.text else resolved.usual_stages
-    size = mesh.size(entry.axis)
-    stages, count = [i for i, w in enumerate(weights) if w], size * max(1, int(per_device))
-    if len(stages) < count:
-        raise PlanError(
-            "the model has fewer layers than there are stages",
-            where=f"{type(model).__name__}, axis {entry.axis} of mesh {mesh}",
-            got=f"{len(stages)} layers with parameters" + (f" in {name}" if name else ""),
-            expected=f"at least {count}",
-            hint=_more_layers(model, count),
-        )
-    stage, before, total = -1, 0, sum(weights)
-    for rank, i in enumerate(stages):
-        middle = count * (before + weights[i] / 2) / total
-        stage = min(max(stage, int(middle), count - (len(stages) - rank)), stage + 1)
-        before += weights[i]
-        path = f"{name}.{i}" if name else str(i)
-        turn, at = divmod(stage, size)
-        index = size - 1 - at if order == "v" and turn % 2 else at
-        _place(resolved, [path], mesh.at(**{entry.axis: index}), mesh, f"stages over {entry.axis}")
-        resolved.stages[path] = stage
-
-
-def _more_layers(model: nn.Module, count: int) -> str:
-    """How a model gets a layer for each of `count` stages."""
-    explicitly = "place modules explicitly: mw.Plan.on({...}), or mw.on in the model"
-    if not hasattr(getattr(model, "config", None), "num_hidden_layers"):
-        return explicitly
-    return f"?num_hidden_layers={count} after MODEL on the command line (config.num_hidden_layers); or {explicitly}"
+    count, order = resolved.usual_stages
+    wanted, its_order = entry.text.split(":")
+    is_layout = wanted and not wanted.isdecimal()
+    stages = StageLayout.parse(wanted) if is_layout else max(1, int(wanted or count))
+    resolved.staged.append((entry.axis, stages, its_order or order))
 
 
 _READ: dict[str, Callable[[Resolved, Entry, nn.Module, Mesh], None]] = {

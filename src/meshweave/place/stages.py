@@ -1,30 +1,107 @@
 """The stages of a pipeline: where a microbatch is on its way through the model, whatever the devices.
 
-A plan that cuts a list of layers numbers its stages. Without one, a microbatch enters the next stage whenever it comes
-to other devices. A device may have several stages; a backward op belongs to the stage of its forward op.
+A plan that cuts a list of layers numbers its stages as forward comes to them. Without one, a microbatch enters the next
+stage whenever it comes to other devices. A device may have several stages; a backward op belongs to the stage of its
+forward op.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
-from torch import fx
+from torch import fx, nn
 
+from meshweave.errors import PlanError
 from meshweave.ir.graph import PARTS, StepGraph, origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.place.mapping import Homes, stage_of, stage_of_module
 from meshweave.place.plans import Resolved
+from meshweave.place.resolve import place_modules
+from meshweave.place.stage_layout import StageLayout
+from meshweave.place.stage_split import LayerChain, balanced_sizes, chain_of_layers
 
 _FORWARD, _BACKWARD = PARTS["forward"], PARTS["backward"]
 
 
-def in_order_of_use(step: StepGraph, plan: Resolved) -> None:
-    """Number the stages of a plan as forward comes to them: a model may run its list of layers in another order."""
-    ahead = (node for node in step.graph.nodes if node.op == "call_function" and PARTS[origin_of(node).phase] == 0)
-    of_ops = (stage_of_module(origin_of(node).module, plan.stages) for node in ahead)
-    order = {stage: at for at, stage in enumerate(dict.fromkeys(stage for stage in of_ops if stage is not None))}
-    if order.keys() == set(plan.stages.values()):
-        plan.stages = {module: order[stage] for module, stage in plan.stages.items()}
+def place_stages(
+    step: StepGraph, resolved: Resolved, model: nn.Module, mesh: Mesh, by_operators: Collection[str] = ()
+) -> None:
+    """Cut the layers into the stages that the plan asks for (`Plan.stages`), and put them on devices; without a plan,
+    unless operators in the model use that axis. Raises PlanError for a layout that does not fit the model or the axis.
+    """
+    for axis, wanted, order in resolved.staged:
+        if resolved.is_default and axis in by_operators:
+            continue
+        chain, size, where = chain_of_layers(step, model), mesh.size(axis), f"axis {axis} of mesh {mesh}"
+        layout = wanted if isinstance(wanted, StageLayout) else _balanced(chain, size * wanted, where, model)
+        _check_fit(layout, chain, size, where)
+        for stage, modules in enumerate(_parts(layout, chain)):
+            turn, at = divmod(stage, size)
+            index = size - 1 - at if order == "v" and turn % 2 else at
+            place_modules(resolved, modules, mesh.at(**{axis: index}), mesh, f"stages over {axis}")
+            resolved.stages.update(dict.fromkeys(modules, stage))
+
+
+def _balanced(chain: LayerChain, count: int, where: str, model: nn.Module) -> StageLayout:
+    if len(chain.layers) < count:
+        raise PlanError(
+            "the model has fewer layers than there are stages",
+            where=f"{type(model).__name__}, {where}",
+            got=f"{len(chain.layers)} layers with parameters" + (f" in {chain.list_name}" if chain.list_name else ""),
+            expected=f"at least {count}",
+            hint=_more_layers(model, count),
+        )
+    return StageLayout.of_sizes(balanced_sizes(chain.work, count))
+
+
+def _parts(layout: StageLayout, chain: LayerChain) -> list[tuple[str, ...]]:
+    """The modules of each stage: its layers, or those beside the layers if it has none."""
+    cuts = [0, *accumulate(layout.sizes)]
+    beside = {"E": chain.before, "L": chain.after}
+    return [chain.layers[i:j] or beside[text] for text, (i, j) in zip(layout.stages, pairwise(cuts), strict=True)]
+
+
+def _check_fit(layout: StageLayout, chain: LayerChain, size: int, where: str) -> None:
+    """Raise PlanError unless a layout has the model's layers, and as many stages for each of `size` devices."""
+    count, layers = len(layout.stages), sum(layout.sizes)
+    where = f"layout {layout}, {where}"
+    if count % size:
+        raise PlanError(
+            "the stages of the layout do not divide over the axis",
+            where=where,
+            got=f"{count} stages",
+            expected=f"a multiple of {size}, as every index has equally many",
+            hint="| separates stages",
+        )
+    if layers != len(chain.layers):
+        of_list = chain.list_name or "the model"
+        balanced = count <= len(chain.layers)
+        raise PlanError(
+            "the layout has another number of layers than the model",
+            where=where,
+            got=f"{layers} layers",
+            expected=f"{len(chain.layers)}: those with parameters in {of_list}",
+            hint=f"balanced: {StageLayout.of_sizes(balanced_sizes(chain.work, count))}" if balanced else "t is a layer",
+        )
+    if () in _parts(layout, chain):
+        alone, side = ("L", "after") if _parts(layout, chain)[0] else ("E", "before")
+        raise PlanError(
+            f"no module with parameters of its own runs {side} the layers",
+            where=where,
+            got=f"a stage with {alone} alone",
+            expected=f"{'Et' if alone == 'E' else 'tL'}: {alone} with layers",
+            hint="what else is beside the layers runs where its operands are",
+        )
+
+
+def _more_layers(model: nn.Module, count: int) -> str:
+    """How a model gets a layer for each of `count` stages."""
+    explicitly = "place modules explicitly: mw.Plan.on({...}), or mw.on in the model"
+    if not hasattr(getattr(model, "config", None), "num_hidden_layers"):
+        return explicitly
+    return f"?num_hidden_layers={count} after MODEL on the command line (config.num_hidden_layers); or {explicitly}"
 
 
 def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
@@ -36,7 +113,9 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
         return step
     stages: dict[fx.Node, int] = {}
     for node in ahead:
-        stages[node] = _stage_there(plan, homes[node], stage_of(node, stages, homes, of_module), is_ahead=True)
+        before = [stages[n] for n in node.all_input_nodes if n in stages]
+        stage = stage_of(node, stages, homes, of_module)
+        stages[node] = _stage_there(plan, homes[node], stage, max(before, default=0), is_ahead=True)
     for node in reversed(ahead):
         users = [user for user in node.users if user in stages]
         is_own = all(homes[user] == homes[node] for user in users)
@@ -52,7 +131,7 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
             before = [stages[n] for n in node.all_input_nodes if n in stages and PARTS[origin_of(n).phase] == _BACKWARD]
             call = origin_of(node).call
             stage = min([of_call.get(call, last) if call else last, *before])
-            stages[node] = _stage_there(plan, homes[node], stage, is_ahead=False)
+            stages[node] = _stage_there(plan, homes[node], stage, min(before, default=stage), is_ahead=False)
     for node in reversed(ops):  # constants of backward, of no op of forward
         users = [stages[user] for user in node.users if user in stages]
         if users and not node.all_input_nodes and PARTS[origin_of(node).phase] == _BACKWARD:
@@ -65,9 +144,14 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
     return step
 
 
-def _stage_there(plan: Resolved, home: Mesh, stage: int, is_ahead: bool) -> int:
-    """The first stage of a plan from this one on, in the direction of the pass, that these devices have."""
+def _stage_there(plan: Resolved, home: Mesh, stage: int, ready: int, is_ahead: bool) -> int:
+    """The first stage of a plan from this one on, in the direction of the pass, that these devices have.
+
+    If they have only others, the nearest in which all operands are there, those of stage `ready` the last: of a cast of
+    a parameter that a later stage uses, or of a sum of gradients for a stage before all of theirs."""
     numbers = [its for module, its in plan.stages.items() if plan.homes[module] == home]
     if is_ahead:
-        return min((its for its in numbers if its >= stage), default=stage)
-    return max((its for its in numbers if its <= stage), default=stage)
+        nearest = max((its for its in numbers if its >= ready), default=stage)
+        return min((its for its in numbers if its >= stage), default=nearest)
+    nearest = min((its for its in numbers if its <= ready), default=stage)
+    return max((its for its in numbers if its <= stage), default=nearest)
