@@ -49,7 +49,7 @@ from meshweave.place.resolve import check_axes, resolve
 from meshweave.place.row_lookups import check_own_rows
 from meshweave.place.search import choose_tp, with_short_updates
 from meshweave.place.sequences import keep_sequences_apart
-from meshweave.place.stages import number_stages, place_stages
+from meshweave.place.stages import assign_stages, number_stages
 from meshweave.place.sums import sum_bytes
 from meshweave.program import PlanInputs, Planned, Program
 from meshweave.report.tables import bytes_text
@@ -126,7 +126,7 @@ def build_program(
         check_own_rows(captured, target.own_parts)
     placing = _PlacementStage(mesh, costs, pass_list.room(costs), target.decided, options.accumulate)
     named = axes_of_operators(verify_step(captured), mesh)
-    place_stages(captured, resolved, source.model, mesh, named)
+    assign_stages(captured, resolved, source.model, mesh, named)
     captured, sequence = _arrange_sequence(captured, resolved, placing)
     check_axes(resolved, mesh, named)
     progress("place")

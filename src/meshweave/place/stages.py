@@ -25,7 +25,7 @@ from meshweave.place.stage_split import LayerChain, balanced_sizes, chain_of_lay
 _FORWARD, _BACKWARD = PARTS["forward"], PARTS["backward"]
 
 
-def place_stages(
+def assign_stages(
     step: StepGraph, resolved: Resolved, model: nn.Module, mesh: Mesh, by_operators: Collection[str] = ()
 ) -> None:
     """Cut the layers into the stages that the plan asks for (`Plan.stages`), and put them on devices; without a plan,
