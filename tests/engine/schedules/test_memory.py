@@ -6,8 +6,8 @@ import pytest
 
 from meshweave.engine.schedules import ActivationMemory, make_schedule, peak_activations
 
-# Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024), tables 4 and 9: the first and the last stage have a layer less
-# and an embedding, each; attention scores are kept. Of these: layers, heads, width.
+# Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024), tables 4 and 9: the first and the last stage have an
+# embedding in place of a layer, each; attention scores are kept. Of these: layers, heads, width.
 MODELS = {"1.5B": (22, 24, 2304), "6.2B": (30, 32, 4096)}
 TOKENS, VOCABULARY = 1024, 50257
 BYTES = 18  # of a parameter: 16 bits, gradient, master and two moments in 32 (Megatron-LM)
