@@ -266,6 +266,47 @@ def test_layers_that_run_from_the_last_to_the_first(mesh: str, name: str) -> Non
     assert found == pytest.approx(losses_of("", model={"is_reversed": True}), rel=1e-5)
 
 
+class Rounded(nn.Module):
+    """Casts and views between layers, of `form`: at the borders of stages, a moved value is smaller before or after."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.norms = nn.ModuleList([nn.LayerNorm(8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.bfloat16()
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            if self.form == "autocast":
+                with torch.autocast("cpu", torch.bfloat16):
+                    x = x + F.gelu(layer(norm(x)))
+            elif self.form == "narrow":
+                x = layer(x.float()).bfloat16()
+            elif self.form == "views":
+                x = layer(x).unflatten(1, (2, 4)).mT.bfloat16().mT.float().flatten(1)
+            else:
+                x = layer(x).bfloat16().float() + first.float()
+        return x.float()
+
+
+@pytest.mark.parametrize("form", ["autocast", "narrow", "views", "skip"])
+@pytest.mark.parametrize(
+    ("mesh", "name"), [("pp=4", "1f1b"), ("pp=2", "zbv"), ("pp=2", "gpipe"), ("pp=2,tp=2", "1f1b")]
+)
+def test_casts_and_views_between_stages(form: str, mesh: str, name: str) -> None:
+    def losses(**options: Any) -> list[float]:
+        torch.manual_seed(0)
+        model, data = Rounded(form), {key: torch.randn(8, 8) for key in "xy"}
+        step = mw.compile(
+            model, loss=lambda out, batch: F.mse_loss(out, batch["y"]), example=data, accumulate=4,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1), profile="alpha-beta", **options,
+        )  # fmt: skip
+        return [float(step(data)) for _ in range(3)]
+
+    assert losses(mesh=mesh, pipeline=name) == pytest.approx(losses(mesh=mesh), rel=1e-6)
+
+
 # processes
 
 

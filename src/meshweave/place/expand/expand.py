@@ -22,6 +22,7 @@ from meshweave.place.expand.moves import SPARSE, STEPS, Finish, dispatch, send, 
 from meshweave.place.movement.dispatch import sparse_plan
 from meshweave.place.movement.plan import MovePlan
 from meshweave.place.movement.steps import Step
+from meshweave.place.stages import in_stage, stage_of_move
 
 aten = torch.ops.aten
 PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
@@ -242,23 +243,6 @@ def _stays(crossing: Transfer) -> bool:
     return all(crossing.source.box_of(shape, d).contains(crossing.target.box_of(shape, d)) for d in empty)
 
 
-def _number_moves(step: StepGraph) -> None:
-    """The stage of a move is that of the first op that uses its result. It begins in that of its source."""
-    for node in reversed(step.graph.nodes):
-        if node.target is ops.move:
-            part = PARTS[origin_of(node).phase]
-            users = [
-                origin_of(user).stage
-                for user in node.users
-                if user.op == "call_function" and PARTS[origin_of(user).phase] == part
-            ]
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            pick = min if part == PARTS["forward"] else max
-            stage = pick(users, default=origin_of(source).stage)
-            node.meta["origin"] = replace(origin_of(node), stage=stage)
-
-
 def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph, ...]:
     """The rank graphs of a placed graph, one per role. Their size does not depend on the number of devices.
 
@@ -281,7 +265,8 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
             sent = ((i, planned) for i, planned in enumerate(plan.steps) if planned.kind not in (*STEPS, *SPARSE))
             transfers = [(i, _transfer(planned, spec)) for i, planned in sent]
             crossing += [(node, i, planned) for i, planned in transfers if not _stays(planned)]
-    _number_moves(step)
+    for node in step.graph.find_nodes(op="call_function", target=ops.move):
+        in_stage(node, stage_of_move(node))
     program = _Program(step, tuple(meshes))
     for number, (node, i, planned) in enumerate(crossing):
         program.keys[node, i] = f"t{number}"
