@@ -117,7 +117,7 @@ def build_program(
     _check_size(mesh)
     progress("capture")
     pipeline = options.pipeline if options.part == "train" else None
-    resolved = resolve(target.plan, source.model, mesh, *(() if pipeline is None else (pipeline.stages,)))
+    resolved = resolve(target.plan, source.model, mesh, range if pipeline is None else pipeline.ranks_of_stages)
     known = None if like is None else like.contract
     capture = partial(capture_source, replace(source, hooks=pinning(resolved)), optimizer=optimizer, like=known)
     step = capture_microbatch(capture, example, options, target.own_parts)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +21,7 @@ import meshweave as mw
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.schedules.csv_files import save_schedule
 from meshweave.engine.schedules.generators import SCHEDULES, make_schedule
-from meshweave.errors import MeshweaveError, PlanError
+from meshweave.errors import MeshweaveError, PlanError, StepError
 
 MESHES = ("pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2", "fsdp=2,pp=2")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -307,6 +310,21 @@ def test_casts_and_views_between_stages(form: str, mesh: str, name: str) -> None
     assert losses(mesh=mesh, pipeline=name) == pytest.approx(losses(mesh=mesh), rel=1e-6)
 
 
+def rows_of(*stages_of_rank: tuple[int, ...]) -> Schedule:
+    """Ranks with these stages: forward of two microbatches on each, then backward."""
+    of_rank = []
+    for stages in stages_of_rank:
+        passes: Any = [("forward", stage) for stage in stages] + [("backward", stage) for stage in reversed(stages)]
+        of_rank.append(tuple(Action((kind,), number, stage) for kind, stage in passes for number in range(2)))
+    return Schedule("own", tuple(of_rank))
+
+
+@pytest.mark.parametrize("stages", [((0, 2), (1,)), ((1,), (0, 2)), ((0, 3), (1, 2)), ((0, 1), (2, 3)), ((1,), (0,))])
+def test_stages_on_any_ranks(stages: tuple[tuple[int, ...], ...]) -> None:
+    """Without a plan the layers go where the schedule has their stages."""
+    assert_equal(trained("pp=2", microbatches=2, pipeline=rows_of(*stages)), on_one_device("sgd", None))
+
+
 # processes
 
 
@@ -331,6 +349,37 @@ def test_processes_train_as_one_device(mesh: str, names: str, start: Callable[..
         for losses, params in outcome.values():
             found = {name: torch.tensor(value, dtype=torch.float64) for name, value in params.items()}
             assert_equal((losses, found), on_one_device("adamw", 0.5))
+
+
+def beside_a_rank_that_dies(pipe: Any) -> str:
+    """Rank 1 is killed in place of its second send of the second step; what rank 0 says."""
+    torch.manual_seed(0)
+    model, data = Chain(), {name: torch.randn(8, 4) for name in "xy"}
+    step = mw.compile(
+        model, loss=mean_square, example=data, optimizer=torch.optim.SGD(model.parameters(), 0.1), mesh="pp=2",
+        accumulate=4, pipeline="1f1b",
+    )  # fmt: skip
+    step(data)
+    send, sent = torch.distributed.isend, list[int]()
+
+    def send_once(*args: Any, **options: Any) -> Any:
+        if sent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sent.append(0)
+        return send(*args, **options)
+
+    if torch.distributed.get_rank() == 1:
+        torch.distributed.isend = send_once
+    with pytest.raises(StepError) as error:
+        step(data)
+    return str(error.value)
+
+
+@pytest.mark.multiprocess
+def test_a_peer_says_in_which_action_it_waits_for_a_rank_that_died(start: Callable[..., Job]) -> None:
+    text = start(f"{__name__}:beside_a_rank_that_dies", 2).finish(60)[0]
+    place = r"transfer of 32 bytes over t\d+ of ranks 0, 1 in backward of microbatch 1 of stage 0 for \S+\.py:\d+"
+    assert re.search(rf"rank 1 is gone\n  where: seen by rank 0 at {place}", text), text
 
 
 # bad input
@@ -363,6 +412,28 @@ def test_a_plan_with_other_stages_than_the_schedule() -> None:
         trained("pp=2", pipeline="1f1b", plan="stages:pp:2")
     with pytest.raises(PlanError, match="the stages of the plan are not those of schedule zbv"):
         trained("pp=2", pipeline="zbv", plan="stages:pp:2:looped")
+
+
+def by_hand(*indices: int) -> mw.Plan:
+    """Each layer of a chain on an index of axis pp."""
+    return mw.Plan.on({f"layers.{i}": f"pp={index}" for i, index in enumerate(indices)})
+
+
+def test_layers_that_are_placed_in_another_order_than_the_schedule_has() -> None:
+    """What the error says to write runs."""
+    expected = pytest.approx(losses_of(""), rel=1e-5)
+    for name, message in [("zbv", "not those of schedule zbv"), ("1f1b", "fixed number of stages")]:
+        with pytest.raises(PlanError, match=message) as error:
+            losses_of("pp=2", accumulate=4, pipeline=name, plan=by_hand(0, 1, 1, 0))
+        assert 'pipeline="best"' in error.value.hint
+        assert "plan=mw.Plan.stages(AXIS)" in error.value.hint
+        assert losses_of("pp=2", accumulate=4, pipeline=name, plan=mw.Plan.stages("pp")) == expected
+    assert losses_of("pp=2", accumulate=4, pipeline="best", plan=by_hand(0, 1, 1, 0)) == expected
+
+
+def test_a_schedule_for_another_number_of_ranks() -> None:
+    with pytest.raises(PlanError, match=r"(?s)3 ranks, and an axis of size 2.*mesh=\"pp=3\""):
+        trained("pp=2", pipeline=make_schedule("1f1b", 3, 4))
 
 
 def test_a_schedule_for_another_number_of_microbatches() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -214,7 +214,7 @@ class Resolved:
     pins: list[tuple[str, str, str]] = field(default_factory=list)
     homes: dict[str, Mesh] = field(default_factory=dict)
     stages: dict[str, int] = field(default_factory=dict)  # of a pipeline, by module
-    usual_stages: tuple[int, str] = (1, "looped")  # how many per index and their order, where the plan leaves it open
+    usual_stages: Callable[[int], Sequence[int]] = range  # the index of each on an axis, where the plan leaves it open
     named: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
+from meshweave.engine.schedules.form import Placement, place_stages
 from meshweave.errors import MeshError, PlanError
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
@@ -45,10 +46,12 @@ def hf_tp_plan(model: nn.Module) -> dict[str, str]:
     return hugging_face_plan(model, "tp_plan", "_tp_plan")
 
 
-def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh, stages: tuple[int, str] = (1, "looped")) -> Resolved:
+def resolve(
+    plan: Plan | None, model: nn.Module, mesh: Mesh, stages: Callable[[int], Sequence[int]] = range
+) -> Resolved:
     """Read a plan against a model. Raises PlanError if a glob, axis or style matches nothing, with near misses.
 
-    `stages`: how many each index of an axis has and in what order, where the plan leaves it open. Without a plan
+    `stages`: for an axis of a size the index that has each stage, where the plan leaves it open. Without a plan
     `usual_stages` decides the stages, since the model itself may place its layers.
     """
     resolved = Resolved(is_default=plan is None, usual_stages=stages)
@@ -319,9 +322,8 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
     lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     name, layers = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
     weights = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    per_device, order = entry.text.split() if entry.text else resolved.usual_stages
-    size = mesh.size(entry.axis)
-    stages, count = [i for i, w in enumerate(weights) if w], size * max(1, int(per_device))
+    indices = _indices_of_stages(resolved, entry, mesh.size(entry.axis))
+    stages, count = [i for i, w in enumerate(weights) if w], len(indices)
     if len(stages) < count:
         raise PlanError(
             "the model has fewer layers than there are stages",
@@ -336,10 +338,17 @@ def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> N
         stage = min(max(stage, int(middle), count - (len(stages) - rank)), stage + 1)
         before += weights[i]
         path = f"{name}.{i}" if name else str(i)
-        turn, at = divmod(stage, size)
-        index = size - 1 - at if order == "v" and turn % 2 else at
-        _place(resolved, [path], mesh.at(**{entry.axis: index}), mesh, f"stages over {entry.axis}")
+        _place(resolved, [path], mesh.at(**{entry.axis: indices[stage]}), mesh, f"stages over {entry.axis}")
         resolved.stages[path] = stage
+
+
+def _indices_of_stages(resolved: Resolved, entry: Entry, size: int) -> Sequence[int]:
+    """The index on an axis that has each stage."""
+    if not entry.text:
+        return resolved.usual_stages(size)
+    per_device, order = entry.text.split()
+    placement: Placement = "v" if order == "v" else "looped"
+    return place_stages(size, max(1, int(per_device)), placement)
 
 
 def _more_layers(model: nn.Module, count: int) -> str:
