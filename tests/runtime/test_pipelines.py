@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import meshweave as mw
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.schedules.csv_files import save_schedule
 from meshweave.engine.schedules.generators import SCHEDULES, make_schedule
+from meshweave.engine.sections import sections_of_roles
 from meshweave.errors import MeshweaveError, PlanError, StepError
 
 MESHES = ("pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2", "fsdp=2,pp=2")
@@ -308,6 +310,72 @@ def test_casts_and_views_between_stages(form: str, mesh: str, name: str) -> None
         return [float(step(data)) for _ in range(3)]
 
     assert losses(mesh=mesh, pipeline=name) == pytest.approx(losses(mesh=mesh), rel=1e-6)
+
+
+class Counting(nn.Module):
+    """A table from a buffer that grows by itself, and a count of calls: neither depends on parameters. The embedding
+    is also the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("rates", torch.arange(1.0, 9.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        table = self.rates.cos()
+        self.rates.add_(1.0)
+        self.calls += 1
+        h = self.embedding(x)
+        for layer in self.layers:
+            h = h + layer(h).tanh() * table
+        return F.linear(self.norm(h), self.embedding.weight)
+
+
+def count_labels(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Metrics of the batch alone, and of both."""
+    is_right = (out.argmax(-1) == batch["y"]).sum()
+    labels = (batch["y"] >= 0).sum()
+    return F.cross_entropy(out.flatten(0, 1).float(), batch["y"].flatten()), {"labels": labels, "right": is_right}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"), [("pp=2", "1f1b"), ("pp=4", "zb-h1"), ("pp=2", "zbv"), ("pp=2,dp=2", "1f1b")]
+)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_what_depends_on_no_rows(mesh: str, name: str, precision: torch.dtype | None) -> None:
+    """Casts of parameters, buffers and metrics of the batch are computed with a stage of their devices."""
+
+    def run(**options: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = Counting()
+        step = mw.compile(
+            model, loss=count_labels, example=batch_of(0), optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            mesh=mesh, accumulate=4, precision=precision, **options,
+        )  # fmt: skip
+        found = [value for i in range(2) for value in (float(step(batch_of(i))), *step.metrics.values())]
+        return found, step.buffers()
+
+    (found, buffers), (expected, expected_buffers) = run(pipeline=name), run()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert buffers["calls"] == 2
+    torch.testing.assert_close(buffers, expected_buffers)
+
+
+def test_the_results_of_an_op_are_in_its_part_of_backward() -> None:
+    """What runs a part hands over tensors, never all results of an op: Inductor's regions do not."""
+    model, data = Rounded("autocast"), {key: torch.randn(8, 8) for key in "xy"}
+    step = mw.compile(
+        model, loss=lambda out, batch: F.mse_loss(out, batch["y"]), example=data, accumulate=4, mesh="pp=2",
+        optimizer=torch.optim.SGD(model.parameters(), 0.1), pipeline="zb-h1",
+    )  # fmt: skip
+    kinds = set[tuple[str, str]]()
+    for its in sections_of_roles(step.program.roles, is_pipeline=True, has_parts=True):
+        items = [node for node in its.kinds if node.target is operator.getitem]
+        kinds.update((its.kinds[node.all_input_nodes[0]], its.kinds[node]) for node in items)
+    assert kinds == {("forward", "forward"), ("input", "input"), ("weight", "weight")}
 
 
 def rows_of(*stages_of_rank: tuple[int, ...]) -> Schedule:
