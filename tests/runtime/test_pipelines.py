@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import os
 import re
@@ -378,6 +379,32 @@ def test_the_results_of_an_op_are_in_its_part_of_backward() -> None:
     assert kinds == {("forward", "forward"), ("input", "input"), ("weight", "weight")}
 
 
+def test_a_checkpoint_and_state_go_from_schedule_to_schedule(tmp_path: Path) -> None:
+    def start(mesh: str, name: str | None) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = Tied().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = mw.compile(
+            model, loss=lambda out, _: out, example=batch_of(0), optimizer=optimizer, mesh=mesh, accumulate=4,
+            pipeline=name,
+        )  # fmt: skip
+        return model, optimizer, step
+
+    model, optimizer, step = start("pp=2", "1f1b")
+    step(batch_of(0))
+    step.save(str(tmp_path / "own"))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    expected = [float(step(batch_of(i))) for i in (1, 2)]
+    for mesh, name in [("pp=2", "zbv"), ("pp=4", "zb-h1"), ("", None)]:
+        model, optimizer, step = start(mesh, name)
+        step.load(str(tmp_path / "own"))
+        assert [float(step(batch_of(i))) for i in (1, 2)] == pytest.approx(expected, rel=1e-12)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        assert [float(step(batch_of(i))) for i in (1, 2)] == pytest.approx(expected, rel=1e-12)
+
+
 def rows_of(*stages_of_rank: tuple[int, ...]) -> Schedule:
     """Ranks with these stages: forward of two microbatches on each, then backward."""
     of_rank = []
@@ -417,6 +444,24 @@ def test_processes_train_as_one_device(mesh: str, names: str, start: Callable[..
         for losses, params in outcome.values():
             found = {name: torch.tensor(value, dtype=torch.float64) for name, value in params.items()}
             assert_equal((losses, found), on_one_device("adamw", 0.5))
+
+
+def on_own_rows(pipe: Any) -> list[float]:
+    """Losses of a step whose ranks pass their own rows: in a mesh pp=2,dp=2 those of rank % 2."""
+    torch.manual_seed(0)
+    model, own = Tied().double(), torch.distributed.get_rank() % 2
+    batches = [{key: value.chunk(2)[own] for key, value in batch_of(i).items()} for i in range(3)]
+    step = mw.compile(
+        model, loss=lambda out, _: out, example=batches[0], optimizer=OPTIMIZERS["sgd"](model.parameters()),
+        mesh="pp=2,dp=2", accumulate=4, pipeline="zbv", batch="local",
+    )  # fmt: skip
+    return [float(step(batch)) for batch in batches]
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_a_pipeline_pass_their_own_rows(start: Callable[..., Job]) -> None:
+    for losses in start(f"{__name__}:on_own_rows", 4).finish(120):
+        assert losses == pytest.approx(on_one_device("sgd", None)[0], rel=1e-12)
 
 
 def beside_a_rank_that_dies(pipe: Any) -> str:
