@@ -117,7 +117,7 @@ def build_program(
     _check_size(mesh)
     progress("capture")
     pipeline = options.pipeline if options.part == "train" else None
-    resolved = resolve(target.plan, source.model, mesh, *(() if pipeline is None else (pipeline.stages,)))
+    resolved = resolve(target.plan, source.model, mesh)
     known = None if like is None else like.contract
     capture = partial(capture_source, replace(source, hooks=pinning(resolved)), optimizer=optimizer, like=known)
     step = capture_microbatch(capture, example, options, target.own_parts)
@@ -126,7 +126,8 @@ def build_program(
         check_own_rows(captured, target.own_parts)
     placing = _PlacementStage(mesh, costs, pass_list.room(costs), target.decided, options.accumulate)
     named = axes_of_operators(verify_step(captured), mesh)
-    assign_stages(captured, resolved, source.model, mesh, named)
+    usual = range if pipeline is None else pipeline.ranks_of_stages
+    assign_stages(captured, resolved, source.model, mesh, named, usual)
     captured, sequence = _arrange_sequence(captured, resolved, placing)
     check_axes(resolved, mesh, named)
     progress("place")

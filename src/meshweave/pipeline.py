@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torch import fx
+
 from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.cost.simulate.stages import costs_of_stages
 from meshweave.cost.simulate.step import default_fusion, peak_bytes_of_roles
 from meshweave.cost.simulate.tasks import pair_turns
 from meshweave.engine.actions import Schedule
-from meshweave.engine.for_roles import scheduled
+from meshweave.engine.for_roles import OTHER_STAGES, scheduled
 from meshweave.engine.match import devices_text
 from meshweave.engine.order import action_order
 from meshweave.engine.pairs import PairKey, PairTurns
@@ -27,9 +29,10 @@ from meshweave.engine.schedules import (
     prove_schedule,
     stage_times,
 )
-from meshweave.engine.schedules.form import Placement
+from meshweave.engine.schedules.form import ranks_of_stages
 from meshweave.engine.sections import PASSES, Sections, sections_of_roles
 from meshweave.errors import PlanError, near_miss
+from meshweave.ir.collectives import transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.rank import RankGraph
@@ -72,22 +75,24 @@ class PipelineChoice:
         """Whether the schedule depends on how long stages take."""
         return self.schedule is None and self.name in (BEST, "zb-1p", "zb-2p")
 
-    @property
-    def stages(self) -> tuple[int, str]:
-        """How many stages each rank has, and in what order (`Plan.stages`), where the plan leaves it open."""
-        if self.name == BEST and self.schedule is None:
-            return 1, "looped"
+    def ranks_of_stages(self, size: int) -> Sequence[int]:
+        """The index of each stage on an axis of this size, where the plan leaves it open. Raises PlanError if the
+        schedule has another number of ranks."""
         if self.schedule is None:
-            family = SCHEDULES[self.name]
-            return family.stages_per_rank or 2, "v" if family.placement == "v" else "looped"
-        of_ranks = self.schedule.stages_of_role
-        count, rank_of = len(of_ranks[0]), {stage: rank for rank, stages in enumerate(of_ranks) for stage in stages}
-        ranks = tuple(rank_of[stage] for stage in sorted(rank_of))
-        orders: tuple[Placement, ...] = ("looped", "v")
-        for order in orders:
-            if ranks == place_stages(len(of_ranks), count, order):
-                return count, order
-        return 1, "looped"  # stages that a plan places by hand
+            family = SCHEDULES.get(self.name)  # best: none
+            count = 1 if family is None else family.stages_per_rank or 2
+            return place_stages(size, count, "v" if family is not None and family.placement == "v" else "looped")
+        ranks = len(self.schedule.of_role)
+        if ranks != size:
+            raise PlanError(
+                "a schedule of a pipeline has a rank for each index of the axis of its stages",
+                where=f"pipeline={self.name}",
+                got=f"a schedule for {ranks} ranks, and an axis of size {size}",
+                expected=f"an axis of size {ranks}",
+                hint=f'mesh="pp={ranks}", or a schedule for {size} ranks',
+            )
+        rank_of = ranks_of_stages(self.schedule)
+        return [rank_of[stage] for stage in sorted(rank_of)]
 
     def for_step(
         self,
@@ -128,7 +133,16 @@ class PipelineChoice:
         known = costs_of_stages(roles, costs) if self.needs_times and isinstance(costs, MachineProfile) else None
         times = stage_times(stages, 1.0, 1.0, 1.0) if known is None else known.times
         if self.name != BEST:
-            return make_schedule(self.name, len(of_ranks), microbatches, max(map(len, of_ranks)), times)
+            per_rank, fixed = max(map(len, of_ranks)), SCHEDULES[self.name].stages_per_rank
+            if fixed not in (None, per_rank):
+                raise PlanError(
+                    f"schedule {self.name} has a fixed number of stages per rank",
+                    where=f"pipeline={self.name}",
+                    got=f"devices with stages {'; '.join(', '.join(map(str, numbers)) for numbers in of_ranks)}",
+                    expected=f"{fixed} for each device",
+                    hint=OTHER_STAGES,
+                )
+            return make_schedule(self.name, len(of_ranks), microbatches, per_rank, times)
         rank_of = {stage: rank for rank, numbers in enumerate(of_ranks) for stage in numbers}
         placement = [rank_of[stage] for stage in range(stages)]
         search = partial(
@@ -155,6 +169,7 @@ def _check_apart(sections: Sequence[Sections]) -> None:
             other = home.setdefault(stage, its)
             if other.stage_numbers != its.stage_numbers:
                 nodes = [node for node, kind in its.kinds.items() if kind in PASSES and its.stages[node] == stage]
+                _check_rows(its, nodes[0])
                 raise PlanError(
                     "a microbatch comes back to a stage that it has passed",
                     where=str(origin_of(nodes[0])),
@@ -163,6 +178,19 @@ def _check_apart(sections: Sequence[Sections]) -> None:
                     expected="layers in a single chain of stages",
                     hint="leave out pipeline=, or place the layers of this line with those beside it (Plan.on)",
                 )
+
+
+def _check_rows(its: Sections, node: fx.Node) -> None:
+    """Raise PlanError if an op brings an entry of the batch to devices of a stage that lack their part of it."""
+    item = next((its.role.sources[n] for n in node.all_input_nodes if n in its.role.sources), None)
+    if node.target is transfer and item is not None and item.kind == "batch":
+        raise PlanError(
+            "a microbatch has too few rows for the devices of a stage",
+            where=f"entry {item.name} of the batch",
+            got=f"microbatches of {item.spec}",
+            expected="at least a row for each device that cuts the batch",
+            hint="fewer microbatches (accumulate=), or more rows",
+        )
 
 
 def _best_under_cap(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.simulate.test_pipelines import stages
 
-from meshweave.engine.actions import actions_of, forms_of
+from meshweave.engine.actions import Action, Schedule, actions_of, forms_of
 from meshweave.engine.for_roles import scheduled
 from meshweave.engine.schedules.generators import make_schedule
 from meshweave.engine.sections import KINDS, is_wait_for_send, sections_of_roles
@@ -18,6 +20,29 @@ from meshweave.ir.rank import SYMBOLS
 def test_microbatches_come_one_after_the_other() -> None:
     assert " ".join(map(str, actions_of(3))) == "GF0 B0 F1 B1 F2 BR2 U2"
     assert " ".join(map(str, actions_of(1))) == "GF0 BR0 U0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((),), r'(?s)a tuple of kinds.*got: \(\).*for example \("forward",\)'),
+        (("forward",), r"(?s)a tuple of kinds.*got: 'forward'"),
+        ((None,), r"(?s)a tuple of kinds.*got: None"),
+        ((("fwd",),), r"(?s)a tuple of kinds.*did you mean forward\?"),
+        ((("W",),), r"(?s)a tuple of kinds.*did you mean weight\?"),
+        ((("forward",), None, 0), r"(?s)the number of a microbatch.*Action of forward.*got: microbatch None"),
+        ((("forward", "backward"), 0, "1"), r"(?s)number of a stage.*Action of forward and backward.*got: stage '1'"),
+    ],
+)
+def test_what_is_no_action(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Action(*arguments)
+
+
+@pytest.mark.parametrize("rows", [None, {0: ()}, ("0F0", "1F0"), (("0F0",), ())])
+def test_what_is_no_schedule(rows: Any) -> None:
+    with pytest.raises(PlanError, match=r"(?s)for each rank a tuple of actions.*schedule mine"):
+        Schedule("mine", rows)
 
 
 @pytest.mark.parametrize("reports", [False, True])

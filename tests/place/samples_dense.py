@@ -31,6 +31,7 @@ ARITHMETIC = [
     sample(aten._to_copy.default, R(5, 2), dtype=torch.bfloat16),
     sample(aten._to_copy.default, I(5, 2), dtype=torch.float32),
     sample(ours.round_parts.default, F(5, 2), torch.bfloat16),
+    sample(ours.pin.default, F(5, 2), "replicate | tp", False),
     sample(aten.where.self, B(5, 4), F(5, 4), F(5, 4)),
     sample(aten.where.self, B(5, 1), F(4), F()),
     sample(aten.gelu_backward.default, F(5, 4), R(5, 4), exact=False),

@@ -77,6 +77,42 @@ def test_microbatches_change_nothing(mesh: str, name: str) -> None:
         assert {n: own[n] for n in metrics} == pytest.approx(metrics, rel=1e-12, abs=1e-12)
 
 
+class Placed(nn.Module):
+    """Layers whose devices and layouts are in the model's code: on the two indices of an axis in turn, or by operators
+    of an axis."""
+
+    def __init__(self, mesh: str) -> None:
+        super().__init__()
+        self.mesh = mw.Mesh(mesh)
+        self.layers = nn.ModuleList([nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if "pp" in self.mesh.axis_names:
+                x = mw.on(x, self.mesh["pp"][i % 2])
+            x = torch.tanh(layer(x))
+            if "tp" in self.mesh.axis_names:
+                x = mw.replicate(mw.repartition(x, dim=i % 2, axis="tp"), "tp")
+        return x
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("name", ["metrics", "weighted", "random"])
+def test_microbatches_of_layers_that_the_model_places(mesh: str, name: str) -> None:
+    def losses(mesh: str, accumulate: int) -> list[float]:
+        torch.manual_seed(1)
+        model = Placed(mesh).double()
+        step = mw.compile(
+            model, loss=LOSSES[name], example=example(), optimizer=torch.optim.SGD(model.parameters(), 0.5), mesh=mesh,
+            forward=lambda m, b: m(b["x"]), accumulate=accumulate, run=mw.RunOptions(exact_microbatches=True),
+        )  # fmt: skip
+        return [step(example()).item() for _ in range(3)]
+
+    whole = losses("", 1)
+    assert losses(mesh, 2) == pytest.approx(whole, rel=1e-12)
+    assert losses(mesh, 4) == pytest.approx(whole, rel=1e-12)
+
+
 def test_zero_and_an_argument_of_a_call() -> None:
     whole, _ = trained(LOSSES["weighted"], "dp=2", 1)
     for stage in (mw.Plan.zero1("dp"), mw.Plan.zero2("dp")):

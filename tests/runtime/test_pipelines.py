@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import operator
+import os
+import re
+import signal
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +23,8 @@ import meshweave as mw
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.schedules.csv_files import save_schedule
 from meshweave.engine.schedules.generators import SCHEDULES, make_schedule
-from meshweave.errors import MeshweaveError, PlanError
+from meshweave.engine.sections import sections_of_roles
+from meshweave.errors import MeshweaveError, PlanError, StepError
 
 MESHES = ("pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2", "fsdp=2,pp=2")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -266,6 +272,154 @@ def test_layers_that_run_from_the_last_to_the_first(mesh: str, name: str) -> Non
     assert found == pytest.approx(losses_of("", model={"is_reversed": True}), rel=1e-5)
 
 
+class Rounded(nn.Module):
+    """Casts and views between layers, of `form`: at the borders of stages, a moved value is smaller before or after."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.norms = nn.ModuleList([nn.LayerNorm(8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.bfloat16()
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            if self.form == "autocast":
+                with torch.autocast("cpu", torch.bfloat16):
+                    x = x + F.gelu(layer(norm(x)))
+            elif self.form == "narrow":
+                x = layer(x.float()).bfloat16()
+            elif self.form == "views":
+                x = layer(x).unflatten(1, (2, 4)).mT.bfloat16().mT.float().flatten(1)
+            else:
+                x = layer(x).bfloat16().float() + first.float()
+        return x.float()
+
+
+@pytest.mark.parametrize("form", ["autocast", "narrow", "views", "skip"])
+@pytest.mark.parametrize(
+    ("mesh", "name"), [("pp=4", "1f1b"), ("pp=2", "zbv"), ("pp=2", "gpipe"), ("pp=2,tp=2", "1f1b")]
+)
+def test_casts_and_views_between_stages(form: str, mesh: str, name: str) -> None:
+    def losses(**options: Any) -> list[float]:
+        torch.manual_seed(0)
+        model, data = Rounded(form), {key: torch.randn(8, 8) for key in "xy"}
+        step = mw.compile(
+            model, loss=lambda out, batch: F.mse_loss(out, batch["y"]), example=data, accumulate=4,
+            optimizer=torch.optim.SGD(model.parameters(), 0.1), profile="alpha-beta", **options,
+        )  # fmt: skip
+        return [float(step(data)) for _ in range(3)]
+
+    assert losses(mesh=mesh, pipeline=name) == pytest.approx(losses(mesh=mesh), rel=1e-6)
+
+
+class Counting(nn.Module):
+    """A table from a buffer that grows by itself, and a count of calls: neither depends on parameters. The embedding
+    is also the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.norm = nn.LayerNorm(8)
+        self.register_buffer("rates", torch.arange(1.0, 9.0))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        table = self.rates.cos()
+        self.rates.add_(1.0)
+        self.calls += 1
+        h = self.embedding(x)
+        for layer in self.layers:
+            h = h + layer(h).tanh() * table
+        return F.linear(self.norm(h), self.embedding.weight)
+
+
+def count_labels(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Metrics of the batch alone, and of both."""
+    is_right = (out.argmax(-1) == batch["y"]).sum()
+    labels = (batch["y"] >= 0).sum()
+    return F.cross_entropy(out.flatten(0, 1).float(), batch["y"].flatten()), {"labels": labels, "right": is_right}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name"), [("pp=2", "1f1b"), ("pp=4", "zb-h1"), ("pp=2", "zbv"), ("pp=2,dp=2", "1f1b")]
+)
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+def test_what_depends_on_no_rows(mesh: str, name: str, precision: torch.dtype | None) -> None:
+    """Casts of parameters, buffers and metrics of the batch are computed with a stage of their devices."""
+
+    def run(**options: Any) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = Counting()
+        step = mw.compile(
+            model, loss=count_labels, example=batch_of(0), optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            mesh=mesh, accumulate=4, precision=precision, **options,
+        )  # fmt: skip
+        found = [value for i in range(2) for value in (float(step(batch_of(i))), *step.metrics.values())]
+        return found, step.buffers()
+
+    (found, buffers), (expected, expected_buffers) = run(pipeline=name), run()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert buffers["calls"] == 2
+    torch.testing.assert_close(buffers, expected_buffers)
+
+
+def test_the_results_of_an_op_are_in_its_part_of_backward() -> None:
+    """What runs a part hands over tensors, never all results of an op: Inductor's regions do not."""
+    model, data = Rounded("autocast"), {key: torch.randn(8, 8) for key in "xy"}
+    step = mw.compile(
+        model, loss=lambda out, batch: F.mse_loss(out, batch["y"]), example=data, accumulate=4, mesh="pp=2",
+        optimizer=torch.optim.SGD(model.parameters(), 0.1), pipeline="zb-h1",
+    )  # fmt: skip
+    kinds = set[tuple[str, str]]()
+    for its in sections_of_roles(step.program.roles, is_pipeline=True, has_parts=True):
+        items = [node for node in its.kinds if node.target is operator.getitem]
+        kinds.update((its.kinds[node.all_input_nodes[0]], its.kinds[node]) for node in items)
+    assert kinds == {("forward", "forward"), ("input", "input"), ("weight", "weight")}
+
+
+def test_a_checkpoint_and_state_go_from_schedule_to_schedule(tmp_path: Path) -> None:
+    def start(mesh: str, name: str | None) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = Tied().double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        step = mw.compile(
+            model, loss=lambda out, _: out, example=batch_of(0), optimizer=optimizer, mesh=mesh, accumulate=4,
+            pipeline=name,
+        )  # fmt: skip
+        return model, optimizer, step
+
+    model, optimizer, step = start("pp=2", "1f1b")
+    step(batch_of(0))
+    step.save(str(tmp_path / "own"))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    expected = [float(step(batch_of(i))) for i in (1, 2)]
+    for mesh, name in [("pp=2", "zbv"), ("pp=4", "zb-h1"), ("", None)]:
+        model, optimizer, step = start(mesh, name)
+        step.load(str(tmp_path / "own"))
+        assert [float(step(batch_of(i))) for i in (1, 2)] == pytest.approx(expected, rel=1e-12)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(state))
+        assert [float(step(batch_of(i))) for i in (1, 2)] == pytest.approx(expected, rel=1e-12)
+
+
+def rows_of(*stages_of_rank: tuple[int, ...]) -> Schedule:
+    """Ranks with these stages: forward of two microbatches on each, then backward."""
+    of_rank = []
+    for stages in stages_of_rank:
+        passes: Any = [("forward", stage) for stage in stages] + [("backward", stage) for stage in reversed(stages)]
+        of_rank.append(tuple(Action((kind,), number, stage) for kind, stage in passes for number in range(2)))
+    return Schedule("own", tuple(of_rank))
+
+
+@pytest.mark.parametrize("stages", [((0, 2), (1,)), ((1,), (0, 2)), ((0, 3), (1, 2)), ((0, 1), (2, 3)), ((1,), (0,))])
+def test_stages_on_any_ranks(stages: tuple[tuple[int, ...], ...]) -> None:
+    """Without a plan the layers go where the schedule has their stages."""
+    assert_equal(trained("pp=2", microbatches=2, pipeline=rows_of(*stages)), on_one_device("sgd", None))
+
+
 # processes
 
 
@@ -290,6 +444,55 @@ def test_processes_train_as_one_device(mesh: str, names: str, start: Callable[..
         for losses, params in outcome.values():
             found = {name: torch.tensor(value, dtype=torch.float64) for name, value in params.items()}
             assert_equal((losses, found), on_one_device("adamw", 0.5))
+
+
+def on_own_rows(pipe: Any) -> list[float]:
+    """Losses of a step whose ranks pass their own rows: in a mesh pp=2,dp=2 those of rank % 2."""
+    torch.manual_seed(0)
+    model, own = Tied().double(), torch.distributed.get_rank() % 2
+    batches = [{key: value.chunk(2)[own] for key, value in batch_of(i).items()} for i in range(3)]
+    step = mw.compile(
+        model, loss=lambda out, _: out, example=batches[0], optimizer=OPTIMIZERS["sgd"](model.parameters()),
+        mesh="pp=2,dp=2", accumulate=4, pipeline="zbv", batch="local",
+    )  # fmt: skip
+    return [float(step(batch)) for batch in batches]
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_a_pipeline_pass_their_own_rows(start: Callable[..., Job]) -> None:
+    for losses in start(f"{__name__}:on_own_rows", 4).finish(120):
+        assert losses == pytest.approx(on_one_device("sgd", None)[0], rel=1e-12)
+
+
+def beside_a_rank_that_dies(pipe: Any) -> str:
+    """Rank 1 is killed in place of its second send of the second step; what rank 0 says."""
+    torch.manual_seed(0)
+    model, data = Chain(), {name: torch.randn(8, 4) for name in "xy"}
+    step = mw.compile(
+        model, loss=mean_square, example=data, optimizer=torch.optim.SGD(model.parameters(), 0.1), mesh="pp=2",
+        accumulate=4, pipeline="1f1b",
+    )  # fmt: skip
+    step(data)
+    send, sent = torch.distributed.isend, list[int]()
+
+    def send_once(*args: Any, **options: Any) -> Any:
+        if sent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sent.append(0)
+        return send(*args, **options)
+
+    if torch.distributed.get_rank() == 1:
+        torch.distributed.isend = send_once
+    with pytest.raises(StepError) as error:
+        step(data)
+    return str(error.value)
+
+
+@pytest.mark.multiprocess
+def test_a_peer_says_in_which_action_it_waits_for_a_rank_that_died(start: Callable[..., Job]) -> None:
+    text = start(f"{__name__}:beside_a_rank_that_dies", 2).finish(60)[0]
+    place = r"transfer of 32 bytes over t\d+ of ranks 0, 1 in backward of microbatch 1 of stage 0 for \S+\.py:\d+"
+    assert re.search(rf"rank 1 is gone\n  where: seen by rank 0 at {place}", text), text
 
 
 # bad input
@@ -322,6 +525,35 @@ def test_a_plan_with_other_stages_than_the_schedule() -> None:
         trained("pp=2", pipeline="1f1b", plan="stages:pp:2")
     with pytest.raises(PlanError, match="the stages of the plan are not those of schedule zbv"):
         trained("pp=2", pipeline="zbv", plan="stages:pp:2:looped")
+
+
+def by_hand(*indices: int) -> mw.Plan:
+    """Each layer of a chain on an index of axis pp."""
+    return mw.Plan.on({f"layers.{i}": f"pp={index}" for i, index in enumerate(indices)})
+
+
+def test_layers_that_are_placed_in_another_order_than_the_schedule_has() -> None:
+    """What the error says to write runs."""
+    expected = pytest.approx(losses_of(""), rel=1e-5)
+    for name, message in [("zbv", "not those of schedule zbv"), ("1f1b", "fixed number of stages")]:
+        with pytest.raises(PlanError, match=message) as error:
+            losses_of("pp=2", accumulate=4, pipeline=name, plan=by_hand(0, 1, 1, 0))
+        assert 'pipeline="best"' in error.value.hint
+        assert "plan=mw.Plan.stages(AXIS)" in error.value.hint
+        assert losses_of("pp=2", accumulate=4, pipeline=name, plan=mw.Plan.stages("pp")) == expected
+    assert losses_of("pp=2", accumulate=4, pipeline="best", plan=by_hand(0, 1, 1, 0)) == expected
+
+
+def test_microbatches_with_fewer_rows_than_devices_cut() -> None:
+    with pytest.raises(PlanError, match=r"(?s)too few rows.*entry x of the batch.*int64\[1,3\].*accumulate=") as error:
+        trained("pp=2,dp=2", microbatches=8, pipeline="1f1b")
+    assert "fewer microbatches" in error.value.hint
+    assert_equal(trained("pp=2,dp=2", microbatches=4, pipeline="1f1b"), on_one_device("sgd", None))
+
+
+def test_a_schedule_for_another_number_of_ranks() -> None:
+    with pytest.raises(PlanError, match=r"(?s)3 ranks, and an axis of size 2.*mesh=\"pp=3\""):
+        trained("pp=2", pipeline=make_schedule("1f1b", 3, 4))
 
 
 def test_a_schedule_for_another_number_of_microbatches() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshweave.engine.sections import KINDS, Kind, Sections
+from meshweave.errors import PlanError, near_miss
 
 _LETTERS: Mapping[Kind, str] = {
     "unshard": "G", "forward": "F", "tell": "T", "report": "L", "backward": "B", "input": "I", "weight": "W",
@@ -28,6 +29,31 @@ class Action:
     microbatch: int = 0
     stage: int = 0
     with_next: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for kinds that there are not, and for numbers that are none."""
+        kinds = self.kinds if isinstance(self.kinds, tuple) else ()
+        unknown = [kind for kind in kinds if kind not in KINDS]
+        of_letter = [kind for kind, letter in _LETTERS.items() if [letter] == unknown[:1]]
+        if not kinds or unknown:
+            raise PlanError(
+                "an action of a schedule has a tuple of kinds",
+                where=f"Action of microbatch {self.microbatch!r}, stage {self.stage!r}",
+                got=repr(self.kinds),
+                expected=", ".join(KINDS),
+                hint=f"did you mean {near_miss(str(unknown[0]), of_letter or KINDS)}?"
+                if unknown
+                else 'for example ("forward",)',
+            )
+        for what, number in (("microbatch", self.microbatch), ("stage", self.stage)):
+            if not isinstance(number, int):
+                raise PlanError(
+                    f"an action of a schedule has the number of a {what}",
+                    where=f"Action of {' and '.join(kinds)}",
+                    got=f"{what} {number!r}",
+                    expected="an int from 0 on",
+                    hint="Action(kinds, microbatch, stage)",
+                )
 
     @property
     def name(self) -> Kind:
@@ -64,6 +90,19 @@ class Schedule:
 
     name: str
     of_role: tuple[Actions, ...]
+
+    def __post_init__(self) -> None:
+        """Raises PlanError for anything but sequences of actions."""
+        is_right = isinstance(self.of_role, tuple | list) and all(isinstance(row, tuple | list) for row in self.of_role)
+        strange = [each for row in self.of_role for each in row if not isinstance(each, Action)] if is_right else []
+        if not is_right or strange:
+            raise PlanError(
+                "a schedule has for each rank a tuple of actions",
+                where=f"schedule {self.name}",
+                got=repr(strange[0] if strange else self.of_role)[:80],
+                expected="Schedule(name, (actions of rank 0, actions of rank 1, ...)), each a tuple of Action",
+                hint="mw.load_schedule reads actions as text (0F0,0B0) from a file",
+            )
 
     @property
     def num_microbatches(self) -> int:

@@ -11,6 +11,11 @@ from meshweave.engine.sections import PASSES, Kind, Sections, sections_of_roles
 from meshweave.errors import PlanError
 from meshweave.ir.rank import RankGraph
 
+# What to do if a plan or a model has other stages than a schedule.
+OTHER_STAGES = (
+    'pipeline="best" takes the stages as they are; or plan=mw.Plan.stages(AXIS), without Plan.on and mw.on, gives each '
+    "index of the axis the stages of the schedule"
+)
 _LAST: tuple[Kind, ...] = ("backward", "weight")  # the end of a stage's backward
 
 
@@ -72,8 +77,7 @@ def _no_role(
         where=what,
         got=f"devices with stages {'; '.join(map(_text, dict.fromkeys(of_roles)))}",
         expected=f"devices with stages {'; '.join(map(_text, dict.fromkeys(ranks)))}",
-        hint="leave the stages of each device to the schedule (Plan.stages(axis), or no plan), or choose a schedule "
-        "with as many stages; stages that do not go round the devices, or there and back, are placed by Plan.on",
+        hint=OTHER_STAGES,
     )
 
 

@@ -6,6 +6,7 @@ step; an action (`engine.actions`) says for which microbatch, and which sections
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -132,25 +133,27 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
         operands = [stages[n] for n in node.all_input_nodes if n in stages and kinds[n] == kind]
         pick = max if kind in ("unshard", "forward") else min
         stages[node] = pick([origin_of(node).stage, *operands])
-    of_role = [stages[node] for node, kind in kinds.items() if kind in ("forward", "backward")]
-    stages.update((node, min(of_role, default=0)) for node in numbers)
-    constants = dict.fromkeys(_without_batch(whole.role, kinds))
-    of_role = [stages[node] for node, kind in kinds.items() if kind in PASSES and node not in constants]
-    first = min(of_role, default=0)  # has what the role computes for other roles alone
-    for node in reversed(constants):
+    known = [*_without_rows(whole.role, kinds)]
+    others = set(kinds).difference(known)
+    own = [stages[node] for node in others if kinds[node] in ("forward", "backward")]
+    first = min(own, default=0)
+    stages.update((node, first) for node in numbers)
+    for node in reversed(known):
         is_backward = kinds[node] == "backward"
         users = [stages[user] for user in node.users if user in stages and PARTS[origin_of(user).phase] == is_backward]
         stages[node] = max(users, default=stages[node]) if is_backward else max(stages[node], min(users, default=first))
     if has_parts:
         sent = _sent_on(whole.role, kinds, stages)
         kinds.update({n: "input" if n in sent else "weight" for n, kind in kinds.items() if kind == "backward"})
+        # The results of an op are in the part of the op: what runs parts hands over tensors, not lists of them.
+        kinds.update({n: kinds[n.all_input_nodes[0]] for n in kinds if n.target is operator.getitem})
     return Sections(whole.role, kinds, {cut: n for cut in CUTS if (n := whole.begin(cut)) is not None}, stages)
 
 
-def _without_batch(role: RankGraph, kinds: Mapping[fx.Node, Kind]) -> Iterator[fx.Node]:
-    """The ops of forward and of backward that follow from parameters and constants alone: every stage that needs one
-    has it."""
-    constants = {node for node, item in role.sources.items() if item.kind not in ("batch", "ahead")}
+def _without_rows(role: RankGraph, kinds: Mapping[fx.Node, Kind]) -> Iterator[fx.Node]:
+    """The ops of forward and of backward that follow from no rows of a microbatch, but from parameters, constants and
+    what is known of the whole batch: every stage that needs one has it."""
+    constants = {node for node, item in role.sources.items() if item.kind != "batch"}
     for node, kind in kinds.items():
         operands = [n for n in node.all_input_nodes if n.target not in SYMBOLS]
         is_pass = kind in ("unshard", "forward", "backward")

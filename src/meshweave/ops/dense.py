@@ -47,7 +47,7 @@ add([aten.add.Tensor, aten.sub.Tensor], _sum_like)
 add([aten.mul.Tensor, aten.mul.Scalar], _product)
 add([aten.div.Tensor, aten.div.Scalar, aten.neg.default], _FIRST)
 add(aten._to_copy.default, _cast)
-add(ours.round_parts.default, _FIRST)
+add([ours.round_parts.default, ours.pin.default], _FIRST)
 add(aten.where.self, partial(pointwise, linear=sums({1, 2})))
 add([aten.lerp.Scalar, aten.lerp.Tensor], partial(pointwise, linear=sums({0, 1})))
 add(

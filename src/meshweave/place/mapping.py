@@ -34,10 +34,11 @@ def map_devices(
     `modules` are the modules that the plan places, `stages` those that it puts on stages of a pipeline. Any other op
     runs where its largest operand is, on a mesh that has a stage at or after those of its operands (among equals, that
     of the latest stage, on the mesh that comes last in the model); an op of only parameters and inputs of the step runs
-    where it is first used, or on the whole mesh. What follows from buffers and numbers alone (tables of positions,
-    masks) and is used on several meshes is computed on all devices, which costs less than to send it. A gradient is
-    computed where its forward op ran; a parameter is updated where it lives, which is where it is first used. Raises
-    MeshError with the user's line for devices that the mesh lacks, PlanError for idle devices of the mesh.
+    where it is first used, a metric with the loss, others on the whole mesh. What follows from buffers and numbers
+    alone (tables of positions, masks) and is used on several meshes is computed on all devices, which costs less than
+    to send it. A gradient is computed where its forward op ran; a parameter is updated where it lives, which is where
+    it is first used. Raises MeshError with the user's line for devices that the mesh lacks, PlanError for idle devices
+    of the mesh.
     """
     mapper = _Mapper(step, modules, mesh, stages)
     if mesh.num_devices > 1:
@@ -100,7 +101,7 @@ class _Mapper:
         self.everywhere = self._shared_constants(ahead)
         for node in reversed(ahead):
             if node not in self.homes and node not in self.everywhere:
-                self._set(node, self._first_use(node))
+                self._set(node, self._first_use(node) or self._with_loss(node))
         for node in ahead:
             call, stage = origin_of(node).call, self.stages.get(node, 0)
             is_later = call != 0 and stage > self.call_stages.get(call, -1)
@@ -176,6 +177,13 @@ class _Mapper:
         ahead = [u for u in node.users if u in self.homes and origin_of(u).phase != "backward"]
         users = [u for u in ahead if not _takes_elsewhere(u)]
         return self.homes[min(users, key=self.order.__getitem__)] if users else None
+
+    def _with_loss(self, node: fx.Node) -> Mesh | None:
+        """Where the loss is, for a metric that no forward op uses, as a count of labels."""
+        results = self.step.results
+        loss = next((value for (kind, _), value in results.items() if kind == "loss"), None)
+        is_metric = any(kind == "metric" and value is node for (kind, _), value in results.items())
+        return self.homes.get(loss) if is_metric and loss is not None else None
 
     def _place_parameters(self) -> None:
         for node, item in self.step.sources.items():

@@ -37,6 +37,7 @@ from meshweave.place.forms import Forms, due_at_casts
 from meshweave.place.operators import Pin, layout_back, partial_operand, translate
 from meshweave.place.owned import by_rows, ends_by_key, ends_cut, expert_axes, lookup_cut, narrow_rows, owned_price
 from meshweave.place.rates import Rates, default_rates
+from meshweave.place.stages import in_stage
 from meshweave.place.sums import Sums
 
 # The copies of a value while a step is placed.
@@ -209,6 +210,7 @@ class _Placer:
         if key not in self.stored:
             source = self._stored_form(tensor_inputs(node)[0], phase)
             self.stored[key] = self._copy(node, [source.node], source.layout, phase)
+            in_stage(self.stored[key].node, origin_of(source.node).stage)
         return self.stored[key]
 
     def _used_form(self, node: fx.Node, phase: str) -> Copy:

@@ -214,8 +214,8 @@ class Resolved:
 
     `shards[param][axis]` is the dim that the axis shards; `pins` are (module, "in" or "out", constraint); `homes` are
     the devices of modules, `stages` their stages, as `staged` asks for them: an axis, a layout or a number of stages
-    for each index, and their order; `kept` are parameters gathered once. `named` are the axes that it
-    uses; `is_default`: the user passed no plan.
+    for each index (0: open), and their order ("": open); `kept` are parameters gathered once. `named` are the axes that
+    it uses; `is_default`: the user passed no plan.
     """
 
     is_default: bool = False
@@ -233,7 +233,6 @@ class Resolved:
     homes: dict[str, Mesh] = field(default_factory=dict)
     staged: list[tuple[str, StageLayout | int, str]] = field(default_factory=list)  # axis, its stages, their order
     stages: dict[str, int] = field(default_factory=dict)  # of a pipeline, by module
-    usual_stages: tuple[int, str] = (1, "looped")  # how many per index and their order, where the plan leaves it open
     named: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
 

@@ -46,13 +46,10 @@ def hf_tp_plan(model: nn.Module) -> dict[str, str]:
     return hugging_face_plan(model, "tp_plan", "_tp_plan")
 
 
-def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh, stages: tuple[int, str] = (1, "looped")) -> Resolved:
-    """Read a plan against a model. Raises PlanError if a glob, axis or style matches nothing, with near misses.
-
-    `stages`: how many each index of an axis has and in what order, where the plan leaves it open. The layers are put
-    on stages once the step is captured (`place.stages`).
-    """
-    resolved = Resolved(is_default=plan is None, usual_stages=stages)
+def resolve(plan: Plan | None, model: nn.Module, mesh: Mesh) -> Resolved:
+    """Read a plan against a model; its layers are put on stages once the step is captured (`place.stages`). Raises
+    PlanError if a glob, axis or style matches nothing, with near misses."""
+    resolved = Resolved(is_default=plan is None)
     _check_zero(plan)
     for entry in (default_plan(model, mesh) if plan is None else plan).entries:
         _read(resolved, entry, model, mesh)
@@ -306,11 +303,9 @@ def _few(ids: tuple[int, ...]) -> str:
 
 
 def _stages(resolved: Resolved, entry: Entry, model: nn.Module, mesh: Mesh) -> None:
-    count, order = resolved.usual_stages
-    wanted, its_order = entry.text.split(":")
+    wanted, order = entry.text.split(":")
     is_layout = wanted and not wanted.isdecimal()
-    stages = StageLayout.parse(wanted) if is_layout else max(1, int(wanted or count))
-    resolved.staged.append((entry.axis, stages, its_order or order))
+    resolved.staged.append((entry.axis, StageLayout.parse(wanted) if is_layout else int(wanted or 0), order))
 
 
 _READ: dict[str, Callable[[Resolved, Entry, nn.Module, Mesh], None]] = {

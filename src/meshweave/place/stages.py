@@ -7,13 +7,15 @@ forward op.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from torch import fx, nn
 
+from meshweave.engine.schedules.form import place_stages
 from meshweave.errors import PlanError
+from meshweave.ir import ops
 from meshweave.ir.graph import PARTS, StepGraph, origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.place.mapping import Homes, stage_of, stage_of_module
@@ -26,22 +28,46 @@ _FORWARD, _BACKWARD = PARTS["forward"], PARTS["backward"]
 
 
 def assign_stages(
-    step: StepGraph, resolved: Resolved, model: nn.Module, mesh: Mesh, by_operators: Collection[str] = ()
+    step: StepGraph,
+    resolved: Resolved,
+    model: nn.Module,
+    mesh: Mesh,
+    by_operators: Collection[str] = (),
+    usual: Callable[[int], Sequence[int]] = range,
 ) -> None:
     """Cut the layers into the stages that the plan asks for (`Plan.stages`), and put them on devices; without a plan,
-    unless operators in the model use that axis. Raises PlanError for a layout that does not fit the model or the axis.
-    """
+    unless operators in the model use that axis. `usual`: for an axis of a size the index that has each stage, where the
+    plan leaves it open. Raises PlanError for a layout that does not fit the model or the axis."""
     for axis, wanted, order in resolved.staged:
         if resolved.is_default and axis in by_operators:
             continue
         chain, size, where = chain_of_layers(step, model), mesh.size(axis), f"axis {axis} of mesh {mesh}"
-        layout = wanted if isinstance(wanted, StageLayout) else _balanced(chain, size * wanted, where, model)
-        _check_fit(layout, chain, size, where)
-        for stage, modules in enumerate(_parts(layout, chain)):
-            turn, at = divmod(stage, size)
-            index = size - 1 - at if order == "v" and turn % 2 else at
+        open_indices = usual(size)
+        layout = (
+            wanted
+            if isinstance(wanted, StageLayout)
+            else _balanced(chain, size * wanted or len(open_indices), where, model)
+        )
+        _check_fit(layout, chain, where)
+        count = len(layout.stages)
+        indices = open_indices if not order and count == len(open_indices) else _in_order(layout, size, order, where)
+        for stage, (index, modules) in enumerate(zip(indices, _parts(layout, chain), strict=True)):
             place_modules(resolved, modules, mesh.at(**{axis: index}), mesh, f"stages over {axis}")
             resolved.stages.update(dict.fromkeys(modules, stage))
+
+
+def _in_order(layout: StageLayout, size: int, order: str, where: str) -> Sequence[int]:
+    """The index of each stage on an axis of this size. PlanError unless each index has equally many."""
+    count = len(layout.stages)
+    if count % size:
+        raise PlanError(
+            "the stages of the layout do not divide over the axis",
+            where=f"layout {layout}, {where}",
+            got=f"{count} stages",
+            expected=f"a multiple of {size}, as every index has equally many",
+            hint="| separates stages",
+        )
+    return place_stages(size, count // size, "v" if order == "v" else "looped")
 
 
 def _balanced(chain: LayerChain, count: int, where: str, model: nn.Module) -> StageLayout:
@@ -63,18 +89,10 @@ def _parts(layout: StageLayout, chain: LayerChain) -> list[tuple[str, ...]]:
     return [chain.layers[i:j] or beside[text] for text, (i, j) in zip(layout.stages, pairwise(cuts), strict=True)]
 
 
-def _check_fit(layout: StageLayout, chain: LayerChain, size: int, where: str) -> None:
-    """Raise PlanError unless a layout has the model's layers, and as many stages for each of `size` devices."""
+def _check_fit(layout: StageLayout, chain: LayerChain, where: str) -> None:
+    """Raise PlanError unless a layout has the model's layers."""
     count, layers = len(layout.stages), sum(layout.sizes)
     where = f"layout {layout}, {where}"
-    if count % size:
-        raise PlanError(
-            "the stages of the layout do not divide over the axis",
-            where=where,
-            got=f"{count} stages",
-            expected=f"a multiple of {size}, as every index has equally many",
-            hint="| separates stages",
-        )
     if layers != len(chain.layers):
         of_list = chain.list_name or "the model"
         balanced = count <= len(chain.layers)
@@ -107,8 +125,8 @@ def _more_layers(model: nn.Module, count: int) -> str:
 def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
     """The step, with the stage of every node in its origin. `homes` are the devices of its nodes."""
     of_module = plan.stages
-    ops = [node for node in step.graph.nodes if node.op == "call_function"]
-    ahead = [node for node in ops if PARTS[origin_of(node).phase] == _FORWARD]
+    nodes = [node for node in step.graph.nodes if node.op == "call_function"]
+    ahead = [node for node in nodes if PARTS[origin_of(node).phase] == _FORWARD]
     if not of_module and len({homes[node] for node in ahead}) < 2:
         return step
     stages: dict[fx.Node, int] = {}
@@ -126,13 +144,13 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
         call = origin_of(node).call
         of_call[call] = max(of_call.get(call, 0), stages[node])
     last = max(stages.values(), default=0)
-    for node in ops:
+    for node in nodes:
         if PARTS[origin_of(node).phase] == _BACKWARD:
             before = [stages[n] for n in node.all_input_nodes if n in stages and PARTS[origin_of(n).phase] == _BACKWARD]
             call = origin_of(node).call
             stage = min([of_call.get(call, last) if call else last, *before])
             stages[node] = _stage_there(plan, homes[node], stage, min(before, default=stage), is_ahead=False)
-    for node in reversed(ops):  # constants of backward, of no op of forward
+    for node in reversed(nodes):  # constants of backward, of no op of forward
         users = [stages[user] for user in node.users if user in stages]
         if users and not node.all_input_nodes and PARTS[origin_of(node).phase] == _BACKWARD:
             stages[node] = max(users)
@@ -140,8 +158,24 @@ def number_stages(step: StepGraph, homes: Homes, plan: Resolved) -> StepGraph:
         users = [stages[user] for user in node.users if user in stages and homes[user] == homes[node]]
         stages[node] = min(users, default=0)
     for node, stage in stages.items():
-        node.meta["origin"] = replace(origin_of(node), stage=stage)
+        in_stage(node, stage)
     return step
+
+
+def stage_of_move(move: fx.Node) -> int:
+    """The stage of a move: that of the first op of its part of the step that uses its result on its devices, of the
+    last one in backward. If it is only sent on, that of the value before all moves."""
+    part, mesh = PARTS[origin_of(move).phase], move.meta["layout"].mesh
+    users = [user for user in move.users if user.op == "call_function" and PARTS[origin_of(user).phase] == part]
+    stages = [origin_of(user).stage for user in users if user.target is not ops.move]
+    stages += [stage_of_move(user) for user in users if user.target is ops.move and user.meta["layout"].mesh == mesh]
+    return (min if part == _FORWARD else max)(stages, default=origin_of(ops.unmoved(move)).stage)
+
+
+def in_stage(node: fx.Node, stage: int) -> fx.Node:
+    """The node, whose stage is now this one."""
+    node.meta["origin"] = replace(origin_of(node), stage=stage)
+    return node
 
 
 def _stage_there(plan: Resolved, home: Mesh, stage: int, ready: int, is_ahead: bool) -> int:

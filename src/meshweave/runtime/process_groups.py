@@ -24,7 +24,7 @@ from meshweave.ir.collectives import (
     reduce_in_order,
     transfer,
 )
-from meshweave.ir.graph import op_name, origin_of
+from meshweave.ir.graph import PARTS, op_name, origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.runtime.background import Background, wait_all
@@ -64,6 +64,16 @@ def check_sends_from_gpu(config: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """A communication that `start` has begun for a microbatch, with the bytes of its operand; or, with None, its wait.
+    Its starts are waited for in order, in a pipeline after starts for later microbatches."""
+
+    start: fx.Node
+    num_bytes: int | None = None
+    microbatch: int = 0
+
+
 @dataclass(slots=True)
 class ClusterCommunicator:
     """Collectives of a rank over process groups, and its part in transfers.
@@ -82,8 +92,7 @@ class ClusterCommunicator:
     is_pipeline: bool = False  # sends between stages are not waited for with their communication
     num_started: int = 0
     num_waited: int = 0
-    # Starts of the program in this call, in order, with the bytes of their operands; with None where it waits for them.
-    log: list[tuple[fx.Node, int | None]] = field(default_factory=list)
+    log: list[LogEntry] = field(default_factory=list)  # of the program in this call, in order
     open: set[Pending] = field(default_factory=set)
     is_waiting: bool = False  # for messages of others
     _groups: dict[tuple[Mesh, tuple[str, ...]], Group] = field(default_factory=dict)
@@ -141,7 +150,7 @@ class ClusterCommunicator:
         """Begin the communication of a node of a rank graph; `args` are those of the node without the operand. Nobody
         else reads an owned operand, so its memory may be written."""
         self._graph = graph
-        self.log.append((node, 0 if operand is None else operand.nbytes))
+        self.log.append(LogEntry(node, 0 if operand is None else operand.nbytes, self.microbatch))
         op, (*rest, name) = node.target, args
         if op is transfer:
             return self.transfer(graph.transfers[name], operand, int(name[1:]) + self.microbatch * NUM_TAGS)
@@ -292,7 +301,7 @@ class ClusterCommunicator:
         """The finished value of a start, which `node` of a rank graph has begun. Raises StepError, within seconds, when
         a peer has failed."""
         if node is not None:
-            self.log.append((node, None))
+            self.log.append(LogEntry(node))
         return self._finish(started) if isinstance(started, Pending) else started
 
     def finish_sends(self, waits: bool) -> None:
@@ -318,24 +327,27 @@ class ClusterCommunicator:
         """The communication that the program has started or waited for last: op, bytes, group, line of the model."""
         if not self.log:
             return ""
-        last, _ = self.log[-1]
-        sizes = (size for start, size in reversed(self.log) if start is last and size is not None)
-        return self._described(last, next(sizes))
+        last = self.log[-1]
+        if last.num_bytes is None:
+            own = [entry for entry in self.log if entry.start is last.start]
+            num_waits = sum(entry.num_bytes is None for entry in own)
+            last = [entry for entry in own if entry.num_bytes is not None][num_waits - 1]
+        return self._described(last)
 
     def num_begun(self) -> Counter[str]:
         """How many communications this rank has begun in this call, by channel."""
-        return Counter(self._channel(start) for start, size in list(self.log) if size is not None)
+        return Counter(self._channel(entry.start) for entry in list(self.log) if entry.num_bytes is not None)
 
     def missed(self, late: Mapping[str, tuple[int, Sequence[int]]]) -> str:
         """The first communication that this rank has begun and others have not. `late`: by channel, how many all of its
         ranks have begun, and which ranks have begun no more."""
         seen = Counter[str]()
-        for start, size in self.log if late else ():
-            if size is None:
+        for entry in self.log if late else ():
+            if entry.num_bytes is None:
                 continue
-            channel = self._channel(start)
+            channel = self._channel(entry.start)
             if channel in late and seen[channel] == late[channel][0]:
-                return f"{names_of_ranks(late[channel][1])} did not come to {self._described(start, size)}"
+                return f"{names_of_ranks(late[channel][1])} did not come to {self._described(entry)}"
             seen[channel] += 1
         return ""
 
@@ -351,9 +363,21 @@ class ClusterCommunicator:
         entry = self._graph.transfers[name]
         return sorted({*entry.source.mesh.devices, *entry.target.mesh.devices})
 
-    def _described(self, start: fx.Node, size: int) -> str:
+    def _described(self, entry: LogEntry) -> str:
+        start, origin, action = entry.start, origin_of(entry.start), ""
+        if self.is_pipeline and PARTS[origin.phase] < PARTS["update"]:
+            action = f" in {origin.phase} of microbatch {entry.microbatch} of stage {origin.stage}"
+        num_bytes = self._bytes_of_transfer(start) if start.target is transfer else entry.num_bytes
         op, ranks = op_name(start.target).rpartition(".")[2], names_of_ranks(self._ranks(start))
-        return f"{op} of {size:,} bytes over {start.args[-1]} of {ranks} for {origin_of(start)}"
+        return f"{op} of {num_bytes:,} bytes over {start.args[-1]} of {ranks}{action} for {origin}"
+
+    def _bytes_of_transfer(self, start: fx.Node) -> int:
+        """What this rank receives in a transfer, else what it sends."""
+        assert self._graph is not None
+        entry = self._graph.transfers[str(start.args[-1])]
+        received, sent = entry.routes.received_by(self.rank), entry.routes.sent_by(self.rank)
+        boxes = [m.box for m in received if m.sender != self.rank] or [m.box for m in sent if m.receiver != self.rank]
+        return sum(box.num_elements for box in boxes) * entry.spec.dtype.itemsize
 
     def is_overdue(self, seconds: float) -> bool:
         """Whether a GPU still waits though the program has begun nothing for so long. (Waits for Gloo end by

@@ -118,8 +118,6 @@ def _check_numbers(schedule: Schedule, stages: int | None, microbatches: int | N
                     expected=f"0 to {limit - 1}" if limit else "at least 0",
                     hint="remove the action" + (f", or use {got + 1} of them" if got > 0 else ""),
                 )
-        if not action.kinds:
-            raise PlanError("an action of a pipeline schedule does nothing", where=f"action {at} of rank {rank}")
 
 
 def _check_complete(schedule: Schedule, rank_of: Mapping[int, int], stages: int, microbatches: int) -> None:

@@ -15,7 +15,6 @@ from meshweave.ir.graph import PARTS, Input, Origin, Spec, StepGraph, map_nodes,
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer, in_mesh_order
-from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ir.verify import check_placed
 from meshweave.ops.emit import Emitter
 from meshweave.ops.registry import row_for
@@ -23,6 +22,7 @@ from meshweave.place.expand.moves import SPARSE, STEPS, Finish, dispatch, send, 
 from meshweave.place.movement.dispatch import sparse_plan
 from meshweave.place.movement.plan import MovePlan
 from meshweave.place.movement.steps import Step
+from meshweave.place.stages import in_stage, stage_of_move
 
 aten = torch.ops.aten
 PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
@@ -243,57 +243,6 @@ def _stays(crossing: Transfer) -> bool:
     return all(crossing.source.box_of(shape, d).contains(crossing.target.box_of(shape, d)) for d in empty)
 
 
-def _number_moves(step: StepGraph) -> None:
-    """The stage of a move is that of the first op that uses its result; to other devices, it begins in that of its
-    source. Casts, views and moves within the devices that stand before or behind such a move are in the stage that has
-    these devices: that of their operand, if their result only leaves, or of their first use, if the operand arrived."""
-    chain = [
-        node
-        for node in step.graph.nodes
-        if node.target in CASTS | VIEWS or (node.target is ops.move and not _crosses(node))
-    ]
-    leaving, arrived = set[fx.Node](), set[fx.Node]()
-    for node in reversed(chain):
-        if node.users and all(user in leaving or _crosses(user) for user in node.users):
-            leaving.add(node)
-    anywhere = {node for node, item in step.sources.items() if item.kind == "batch"}  # every stage has the batch
-    for node in chain:
-        if _source(node) in anywhere:
-            anywhere.add(node)
-        if _source(node) in arrived or _crosses(_source(node)):
-            arrived.add(node)
-    leaving -= arrived | anywhere
-    for node in reversed(step.graph.nodes):
-        if (node.target is ops.move or node in arrived) and node not in leaving:
-            _set_stage(node, _first_use(node))
-    for node in chain:
-        if node in leaving:
-            _set_stage(node, origin_of(_source(node)).stage)
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """The operand of a move, cast or view."""
-    return node.all_input_nodes[0]
-
-
-def _crosses(node: fx.Node) -> bool:
-    """Whether a node is a move to other devices."""
-    return node.target is ops.move and node.meta["layout"].mesh != _source(node).meta["layout"].mesh
-
-
-def _set_stage(node: fx.Node, stage: int) -> None:
-    node.meta["origin"] = replace(origin_of(node), stage=stage)
-
-
-def _first_use(node: fx.Node) -> int:
-    """The stage of the first op of the same pass that uses a value. Without any: its own, of a move its source's."""
-    rest = _source(node) if node.target is ops.move else node
-    part = PARTS[origin_of(node).phase]
-    users = (u for u in node.users if u.op == "call_function" and PARTS[origin_of(u).phase] == part)
-    pick = min if part == PARTS["forward"] else max
-    return pick((origin_of(user).stage for user in users), default=origin_of(rest).stage)
-
-
 def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph, ...]:
     """The rank graphs of a placed graph, one per role. Their size does not depend on the number of devices.
 
@@ -316,7 +265,8 @@ def expand(step: StepGraph, mesh: Mesh, plan_move: PlanMove) -> tuple[RankGraph,
             sent = ((i, planned) for i, planned in enumerate(plan.steps) if planned.kind not in (*STEPS, *SPARSE))
             transfers = [(i, _transfer(planned, spec)) for i, planned in sent]
             crossing += [(node, i, planned) for i, planned in transfers if not _stays(planned)]
-    _number_moves(step)
+    for node in step.graph.find_nodes(op="call_function", target=ops.move):
+        in_stage(node, stage_of_move(node))
     program = _Program(step, tuple(meshes))
     for number, (node, i, planned) in enumerate(crossing):
         program.keys[node, i] = f"t{number}"

@@ -17,6 +17,7 @@ from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.ops.registry import row_for
 from meshweave.place.assign import Assignment, candidates, follow_result
 from meshweave.place.movement.plan import MovePlan
+from meshweave.place.stages import in_stage, stage_of_move
 
 aten = torch.ops.aten
 Price = Callable[[Layout, Layout, Spec], float]
@@ -146,10 +147,11 @@ class _Arranger:
                 break
         else:
             return None
+        stage = stage_of_move(move)
         with self.graph.inserting_before(move):
             first = copy = self._new_move(value, wanted, move)
             for op, option in reversed(reads):
-                copy = self._again(op, copy, option)
+                copy = in_stage(self._again(op, copy, option), stage)
         move.replace_all_uses_with(copy)
         for unused in (move, *(op for op, _ in reads)):
             if not unused.users:
@@ -196,7 +198,7 @@ class _Arranger:
             self.graph.erase_node(new)
             return None
         new.meta.update(layout=option.results[0], assignment=option)
-        return new
+        return in_stage(new, origin_of(value).stage)
 
     def _may_pass(self, op: fx.Node, move: fx.Node) -> bool:
         """Whether cast and move commute bit for bit (or `reduce_after_cast` allows other bits)."""
