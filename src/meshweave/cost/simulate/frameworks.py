@@ -8,6 +8,7 @@ from typing import Literal
 from meshweave.cost.hardware import MachineProfile
 from meshweave.cost.simulate.buckets import Buckets
 from meshweave.cost.simulate.kernels import Fusion
+from meshweave.cost.simulate.tasks import NarrowMessages
 from meshweave.errors import MeshweaveError
 
 
@@ -17,8 +18,8 @@ class Framework:
 
     fusion, buckets: as in `whatif.simulate`; a fusion of None is the machine profile's. attention: kernels by
     preference, of which a machine takes the first that its profile has. update: "fused" or "foreach", see
-    `MachineProfile.with_update`. narrow_messages: whether what matmuls in a smaller dtype read is gathered in that
-    dtype. accumulate_in: as in `Precision`. passes: text as for `compile`, the passes that stand for its own schedule.
+    `MachineProfile.with_update`. narrow_messages: what of the operands of matmuls in a smaller dtype is gathered in
+    that dtype. accumulate_in: as in `Precision`. passes: text as for `compile`, the passes that stand for its own schedule.
     source: where each of them is found.
     """
 
@@ -27,7 +28,7 @@ class Framework:
     attention: tuple[str, ...] = ()
     update: str = "fused"
     buckets: Buckets = "none"
-    narrow_messages: bool = True
+    narrow_messages: NarrowMessages = "all"
     accumulate_in: Literal["auto", "whole", "shards"] = "auto"
     passes: str = "default"
     source: str = ""
@@ -55,7 +56,7 @@ class Framework:
             f"{self.update} updates",
             merged.get(str(self.buckets), f"collectives of {size}"),
             f"gradients of microbatches {'as memory allows' if self.accumulate_in == 'auto' else self.accumulate_in}",
-            f"float8 matmuls gather {'float8' if self.narrow_messages else '16 bits'}",
+            f"of float8 matmuls {self.narrow_messages} gathered in float8",
             f"passes {self.passes}",
         ]
         return f"as {self.name}: {', '.join(parts)}"
@@ -67,12 +68,13 @@ _MEGATRON = Framework(
     fusion="compiled",
     attention=("cudnn", "flash2"),
     buckets=160_000_000,
-    narrow_messages=False,
+    narrow_messages="parameters",
     accumulate_in="whole",
     passes="prefetch=1",
     source="Transformer Engine's fused norms, activations and attention (cuDNN), FusedAdam; "
     "Megatron-LM core/distributed/distributed_data_parallel.py: buckets of max(40 million, 1 million per rank) "
-    "parameters, in float32 main_grad, reduced once a step; distributed optimizer with overlap_param_gather",
+    "parameters, in float32 main_grad, reduced once a step; distributed optimizer with overlap_param_gather; "
+    "Megatron-Bridge training/mixed_precision.py: fp8_param_gather, activations in 16 bits",
 )
 FRAMEWORKS = {
     each.name: each
@@ -97,7 +99,7 @@ FRAMEWORKS = {
             attention=("flash2", "cudnn"),
             update="foreach",
             buckets="blocks",
-            narrow_messages=False,
+            narrow_messages="none",
             accumulate_in="shards",
             passes="prefetch=1",
             source="torch.distributed.fsdp.FullyShardedDataParallel: a flat parameter per wrapped block, BACKWARD_PRE "
@@ -108,7 +110,7 @@ FRAMEWORKS = {
             fusion="eager",
             attention=("flash2", "cudnn"),
             buckets=100_000_000,
-            narrow_messages=False,
+            narrow_messages="none",
             accumulate_in="shards",
             passes="prefetch=1",
             source="DeepSpeed runtime/zero/config.py: stage3_prefetch_bucket_size of 5e7 elements, in 16 bits; stage 3 "
@@ -119,7 +121,7 @@ FRAMEWORKS = {
             fusion="eager",
             attention=("flash2", "cudnn"),
             buckets=25 * 2**20,
-            narrow_messages=False,
+            narrow_messages="none",
             accumulate_in="whole",
             passes="none",
             source="nanotron optim/gradient_accumulator.py: float32 sums, reduced once a step; ZeRO-1; "

@@ -16,7 +16,7 @@ from meshweave.cost.simulate.kernels import Fusion, Kernel
 from meshweave.cost.simulate.memory import MemoryUse, bytes_by_kind, least_bytes, memory_of
 from meshweave.cost.simulate.result import MEMORY_ERROR, RoleResult, Simulation, Span
 from meshweave.cost.simulate.storage_intervals import LifetimeRules
-from meshweave.cost.simulate.tasks import NarrowDtype, RoleTasks, Tasks, lower_tasks
+from meshweave.cost.simulate.tasks import NarrowDtype, NarrowMessages, RoleTasks, Tasks, lower_tasks
 from meshweave.engine.actions import Schedule
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
@@ -36,7 +36,7 @@ class SimulateOptions:
     value), other matmuls keep theirs.
     tokens: of the whole batch, for tokens/s. title: for reports.
     buckets: which collectives are merged, as in systems that flatten parameters (see `simulate.buckets`).
-    narrow_messages: whether what such matmuls read is gathered in their dtype.
+    narrow_messages: what of the operands of such matmuls is gathered in their dtype.
     keeps_every_second_matmul: the step recomputes with policy "selective", for which eager mode stores results whether
     or not they are read (see `simulate.storage_intervals`).
     """
@@ -48,7 +48,7 @@ class SimulateOptions:
     tokens: int = 0
     title: str = ""
     buckets: Buckets = "none"
-    narrow_messages: bool = True
+    narrow_messages: NarrowMessages = "all"
     keeps_every_second_matmul: bool = False
 
 

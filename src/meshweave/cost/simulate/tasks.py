@@ -482,11 +482,14 @@ def launch_times(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> It
 # sequence parallelism.
 
 
+NarrowMessages = Literal["all", "parameters", "none"]
+
+
 class NarrowDtype(NamedTuple):
-    """A smaller dtype of matmuls; `moves`: in which their operands are gathered, too."""
+    """A smaller dtype of matmuls; `messages`: which of their operands are gathered in it, too."""
 
     dtype: torch.dtype
-    moves: bool = True
+    messages: NarrowMessages = "all"
 
 
 @dataclass(slots=True)
@@ -506,12 +509,20 @@ class Narrow:
         return self.asked.dtype
 
     def __post_init__(self) -> None:
-        for node in self.role.graph.nodes if self.asked.moves else ():
-            if node.target is ALL_GATHER.op and is_in_block(origin_of(node)):
+        for node in self.role.graph.nodes:
+            if node.target is ALL_GATHER.op and is_in_block(origin_of(node)) and self._is_asked(node):
                 operand = node.args[0]
                 assert isinstance(operand, fx.Node)
                 handed = sum(x.num_elements for x in self.local.values[operand])
                 self.sources.update(dict.fromkeys(self._fed_to_matmuls(node), handed))
+
+    def _is_asked(self, gather: fx.Node) -> bool:
+        if self.asked.messages != "parameters":
+            return self.asked.messages == "all"
+        while gather.all_input_nodes:
+            gather = gather.all_input_nodes[0]
+        item = self.role.sources.get(gather)
+        return item is not None and item.kind == "param"
 
     def moved_bytes(self, start: fx.Node, num_bytes: float) -> float:
         """Bytes of the operand of a collective in the dtype in which it moves."""
