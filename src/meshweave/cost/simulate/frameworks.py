@@ -19,7 +19,7 @@ class Framework:
     fusion, buckets: as in `whatif.simulate`; a fusion of None is the machine profile's. attention: kernels by
     preference, of which a machine takes the first that its profile has. update: "fused" or "foreach", see
     `MachineProfile.with_update`. narrow_messages: what of the operands of matmuls in a smaller dtype is gathered in
-    that dtype. accumulate_in: as in `Precision`. passes: text as for `compile`, the passes that stand for its own schedule.
+    that dtype. accumulate_in: as in `Precision`. passes: text as for `compile`, those that stand for its own schedule.
     source: where each of them is found.
     """
 
