@@ -177,7 +177,7 @@ def rows(wanted: str) -> Iterator[tuple[Case, Setup, Simulation]]:
             found = simulate(
                 program,
                 its.machine(load_profile(setup.profile)).with_update(case.update),
-                fusion=case.fusion,  # type: ignore[arg-type]
+                fusion=None if its.name == "megatron" else case.fusion,  # type: ignore[arg-type]
                 pipeline=case.pipeline,  # type: ignore[arg-type]
                 matmul_dtype=dtype,
                 buckets="blocks",  # Megatron's runs are those of its FSDP
