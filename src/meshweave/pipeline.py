@@ -106,6 +106,7 @@ class PipelineChoice:
         and for a cap that no schedule meets, VerifyError if its stages cannot follow it."""
         sections = sections_of_roles(roles, is_pipeline=True)
         of_ranks = sorted({its.stage_numbers for its in sections})
+        _check_apart(sections)
         if len(of_ranks) < 2:
             raise PlanError(
                 "a pipeline needs stages on several devices",
@@ -113,7 +114,6 @@ class PipelineChoice:
                 got="devices that all run the same, each microbatch on all of them",
                 hint="a mesh axis pp, or a plan with Plan.stages, or layers on devices; or leave out pipeline=",
             )
-        _check_apart(sections)
         schedule = self.schedule or self._named(of_ranks, roles, microbatches, costs, cap_bytes)
         prove_schedule(schedule, microbatches=microbatches)
         sections, of_roles = scheduled(roles, schedule, microbatches)
@@ -162,12 +162,14 @@ class PipelineChoice:
 
 def _check_apart(sections: Sequence[Sections]) -> None:
     """Raise PlanError, with the op, if a microbatch comes back to devices whose stages it has passed: a stage is then
-    on devices that have other stages beside it."""
+    on devices that have other stages beside it, or all devices have all stages."""
     home: dict[int, Sections] = {}
+    of_ranks = {its.stage_numbers for its in sections}
+    all_have_all = len(of_ranks) == 1 and max(map(len, of_ranks)) > 1
     for its in sorted(sections, key=lambda its: len(its.stage_numbers)):
         for stage in its.stage_numbers:
             other = home.setdefault(stage, its)
-            if other.stage_numbers != its.stage_numbers:
+            if other.stage_numbers != its.stage_numbers or (all_have_all and other is not its):
                 nodes = [node for node, kind in its.kinds.items() if kind in PASSES and its.stages[node] == stage]
                 _check_rows(its, nodes[0])
                 raise PlanError(

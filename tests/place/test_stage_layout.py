@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from itertools import combinations, pairwise
 from random import Random
 from typing import Any
@@ -311,13 +313,66 @@ def test_layers_without_parameters_are_none() -> None:
     assert step.program.resolved.stages == {"0": 0, "2": 1}
 
 
+class Entries(nn.Module):
+    """Layers in a list, a dict or a Sequential with names of its own; only those in `called` run, from the first on."""
+
+    def __init__(self, layers: nn.Module, called: str = "") -> None:
+        super().__init__()
+        self.net, self.called = layers, called.split()
+
+    def forward(self, x: Tensor) -> Tensor:
+        named = dict(self.net.named_children())
+        for name in self.called or named:
+            x = named[name](x).tanh()
+        return x
+
+
+def linears(names: str) -> OrderedDict[str, nn.Module]:
+    return OrderedDict((name, nn.Linear(8, 8)) for name in names.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda: Entries(nn.Sequential(linears("inner between outer"))), ["net.inner", "net.between", "net.outer"]),
+        (lambda: Entries(nn.ModuleDict(linears("0 1 2"))), ["net.0", "net.1", "net.2"]),
+        (lambda: Entries(nn.ModuleDict(linears("a b c d")), "d b"), ["net.d", "net.b"]),
+        (lambda: Entries(nn.ModuleList([*linears("0 1 2 3").values()]), "0 3"), ["net.0", "net.3"]),
+        (
+            lambda: Entries(nn.ModuleList([nn.Sequential(nn.Linear(8, 8), *[nn.Tanh()] * 4) for _ in range(3)])),
+            ["net.0", "net.1", "net.2"],
+        ),
+    ],
+)
+def test_layers_are_the_entries_that_forward_calls_by_their_names(
+    model: Callable[[], Entries], expected: list[str]
+) -> None:
+    def losses(mesh: str, **options: Any) -> tuple[Any, list[float]]:
+        torch.manual_seed(0)
+        net, data = model(), torch.randn(4, 8)
+        step = mw.compile(
+            net, loss=lambda out, _: out.square().mean(), example=data, mesh=mesh, accumulate=2,
+            optimizer=torch.optim.SGD(net.parameters(), 0.1), **options,
+        )  # fmt: skip
+        return step, [float(step(data)) for _ in range(2)]
+
+    step, found = losses("pp=2", pipeline="1f1b")
+    assert found == pytest.approx(losses("")[1], rel=1e-5)
+    stages = step.program.resolved.stages
+    assert sorted(stages, key=expected.index) == expected
+    assert {stages[name] for name in (expected[0], expected[-1])} == {0, 1}
+
+
 # layouts that do not fit
 
 
 def test_a_layout_with_another_number_of_layers() -> None:
     with pytest.raises(PlanError, match="another number of layers than the model") as error:
         compiled("pp=2", plan="stages:pp:layout=Et*3|t*3L")
-    assert (error.value.got, error.value.expected) == ("6 layers", "8: those with parameters in layers")
+    assert (error.value.got, error.value.expected) == (
+        "6 layers",
+        "8: those with parameters in layers that forward calls",
+    )
     assert error.value.hint.startswith("balanced: Et*")
 
 

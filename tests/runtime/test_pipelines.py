@@ -510,9 +510,22 @@ def test_a_step_without_stages() -> None:
 
 
 def test_layers_that_run_twice_have_no_chain_of_stages() -> None:
-    with pytest.raises(PlanError, match="comes back to a stage that it has passed") as error:
-        losses_of("pp=4", model={"times": 2}, accumulate=4, pipeline="1f1b")
-    assert "layers." in error.value.where
+    for mesh in ("pp=4", "pp=2"):
+        with pytest.raises(PlanError, match="comes back to a stage that it has passed") as error:
+            losses_of(mesh, model={"times": 2}, accumulate=4, pipeline="1f1b")
+        assert "in forward" in error.value.where
+
+
+def test_microbatches_of_a_row_are_whole_on_every_device() -> None:
+    """A single row is not cut over dp: no device asks one of another stage for it."""
+    found = losses_of("pp=2,dp=2", accumulate=8, pipeline="1f1b")
+    assert found == pytest.approx(losses_of(""), rel=1e-5)
+
+
+def test_microbatches_that_do_not_divide_the_rows_say_how_many_do() -> None:
+    with pytest.raises(PlanError, match="does not divide") as error:
+        losses_of("pp=2", accumulate=3, pipeline="1f1b")
+    assert error.value.hint.startswith("accumulate=4 for this batch")
 
 
 def test_more_stages_than_layers() -> None:

@@ -105,11 +105,19 @@ def test_megatron_gathers_activations_in_16_bits() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "expected"),
-    [("default", "prefetch=1"), ("none", "prefetch=1"), ("recompute=full", "prefetch=1,recompute=full")],
+    [
+        ("default", "prefetch=1"),
+        ("none", "prefetch=1"),
+        ("recompute=full", "prefetch=1,recompute=full"),
+        ("default, recompute=full", "prefetch=1,recompute=full"),
+        ("prefetch=1", "prefetch=1"),
+        ("overlap,prefetch=2", "overlap,prefetch=2"),
+    ],
 )
 def test_passes(asked: str, expected: str) -> None:
     assert FRAMEWORKS["torchtitan"].passes_with(asked) == expected
     assert FRAMEWORKS["meshweave"].passes_with(asked) == asked
+    pass_list_of(expected)
 
 
 def test_unknown_names_are_refused(program: Program) -> None:

@@ -95,8 +95,9 @@ class Batch:
                 "the batch does not divide into microbatches",
                 got=f"batch size {size}, accumulate={parts}",
                 expected=f"a batch size that {parts} divides",
-                hint=f"another number for this batch: step(batch, accumulate={self.parts_from(parts, names)}), the same"
-                " step unless a warning says what couples microbatches; or drop_last=True in the DataLoader",
+                hint=f"accumulate={self.parts_from(parts, names)} for this batch, of compile or of "
+                "step(batch, accumulate=...): the same step unless a warning says what couples microbatches; or "
+                "drop_last=True in the DataLoader",
             )
         return names if names is not None else [name for name, shape in self.shapes if shape[:1] == (size,)]
 

@@ -53,12 +53,14 @@ def parse_machine(text: str, scale: str, framework: str = MESHWEAVE) -> MachineP
         if name in _KERNELS:
             machine = _KERNELS[name](machine, figure)
             continue
-        if name not in _SCALES + _SIZES or not _is_number(figure):
+        is_known = name in _SCALES + _SIZES and _is_number(figure)
+        if not is_known or (name in _SIZES[1:] and not float(figure).is_integer()):
             raise MeshweaveError(
                 f"'{part}' changes nothing of a machine",
                 where=f"--scale {scale}",
                 got=part,
-                expected=f"factors of {', '.join(_SCALES)}, or new {', '.join(_SIZES)}, {', '.join(_KERNELS)}",
+                expected=f"factors of {', '.join(_SCALES)}, or new {', '.join(_SIZES)} (whole numbers), "
+                f"{', '.join(_KERNELS)}",
                 hint="--scale net_bandwidth=2,update=foreach",
             )
         changes[name] = int(float(figure)) if name in _SIZES[1:] else float(figure)

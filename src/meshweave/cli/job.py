@@ -250,12 +250,13 @@ def compiled_unrun(screen: Screen, job: MeshStepOptions, costs: Costs | None = N
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_bytes(text: str, where: str = "--memory-cap") -> int:
-    """A size in bytes: 40e9, 40GB or 37.5GiB. Raises MeshweaveError for other text."""
+def parse_bytes(text: str, where: str = "--memory-cap", words: str = "") -> int:
+    """A size in bytes: 40e9, 40GB or 37.5GiB. Raises MeshweaveError for other text, which names the `words` that may
+    stand in place of a size."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     try:
         return int(float(match.group(1)) * _UNITS[match.group(2).upper()])  # type: ignore[union-attr]
     except (AttributeError, KeyError, ValueError, OverflowError):
         raise MeshweaveError(
-            "not a size", where=where, got=repr(text), expected="something like 40GB, 37.5GiB or 40e9"
+            "not a size", where=where, got=repr(text), expected=f"{words}something like 40GB, 37.5GiB or 40e9"
         ) from None

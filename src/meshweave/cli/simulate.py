@@ -43,7 +43,9 @@ class SimulateCommandOptions(MachineOptions):
     def simulated(self, program: Program, mesh: str, plan: str) -> Simulation:
         """A program simulated as the options say."""
         is_name = self.buckets in ("", "none", "blocks")
-        buckets: Any = (self.buckets or None) if is_name else parse_bytes(self.buckets, "--buckets")
+        buckets: Any = (
+            (self.buckets or None) if is_name else parse_bytes(self.buckets, "--buckets", "none, blocks, or ")
+        )
         return whatif.simulate(
             program,
             self.machine,

@@ -72,7 +72,7 @@ def _named(text: str) -> list[Pass[Any]]:
     single = [_pass(part) for part in parts if part not in GROUPS]
     by_name = {each_pass.name: each_pass for part in parts for each_pass in map(_pass, GROUPS.get(part, ()))}
     if len(set(parts)) < len(parts) or len({each_pass.name for each_pass in single}) < len(single):
-        raise MeshweaveError("a pass is asked for twice", where="passes=", got=text)
+        raise MeshweaveError("a pass is asked for twice", where="passes=", got=text, expected="each at most once")
     by_name |= {each_pass.name: each_pass for each_pass in single}
     order = [*PASSES, *by_name]
     return sorted(by_name.values(), key=lambda chosen: order.index(chosen.name))

@@ -57,7 +57,7 @@ def decide(
     A parameter is used in its tensor-parallel layout and stored with the state axes added, both as far as its mesh has
     these axes; gradients and optimizer state are stored like it. Batch tensors are on the whole mesh, sharded on dim 0
     if they have the batch's size, and over context axes on dim 1 if they have a sequence (unless the sequence is
-    reordered first: then it is whole).
+    reordered first: then it is whole). A single row is on every device, as no op is cut over it.
     """
     stored: dict[tuple[str, str], Layout] = {}
     used: dict[str, Layout] = {}
@@ -69,7 +69,7 @@ def decide(
             item.spec.shape
         )
     size = batch_size(i.spec.shape for i in step.inputs if i.kind == "batch")
-    axes = resolved.cutting_batch(mesh)
+    axes = resolved.cutting_batch(mesh) if size != 1 else ()
     context = tuple(a for a in mesh.axis_names if a in resolved.context_axes)
     length = sequence_length(step) if context else 0
     context = () if resolved.is_balanced else context

@@ -57,7 +57,7 @@ def parse_plan(text: str) -> Plan | None:
                 where=f"plan {text}",
                 got=part,
                 expected=f"{near_miss(name, _SCHEMES)}, as scheme:{':'.join(known or ('axis',))}",
-                hint="for example fsdp:dp+hf_tp:tp, or a .toml or .json file",
+                hint="for example fsdp:dp (ZeRO-3) or fsdp:dp+hf_tp:tp, or a .toml or .json file",
             )
         plan = plan + _SCHEMES[name](*plain, **named)
     return plan

@@ -23,7 +23,7 @@ _BEFORE = -1  # the place of an op that no layer comes before
 
 @dataclass(frozen=True, slots=True)
 class LayerChain:
-    """The layers of the model's longest list, in the order in which forward comes to them.
+    """The layers of the model's longest list (that with the most layers), in the order in which forward comes to them.
 
     `work` are the FLOPs of each layer's matmuls and attentions in forward and backward. Those of the ops beside the
     layers are with the last layer before them, in front of all with the first: so the first has the embedding's (a
@@ -39,23 +39,35 @@ class LayerChain:
 
 
 def chain_of_layers(step: StepGraph, model: nn.Module) -> LayerChain:
-    """The chain of a captured step. Layers without parameters are left out: they run where their operands are."""
-    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
-    name, modules = max(lists, key=lambda item: len(item[1]), default=("", nn.ModuleList()))
-    sizes = {
-        f"{name}.{i}" if name else str(i): size
-        for i, layer in enumerate(modules)
-        if (size := sum(p.numel() for p in layer.parameters()))
-    }
+    """The chain of a captured step. Layers without parameters, or that forward does not call, are left out: they run
+    where their operands are."""
     ops = [node for node in step.graph.nodes if node.op == "call_function"]
     ahead = [node for node in ops if PARTS[origin_of(node).phase] == _FORWARD]
+    name, sizes = _longest_list(model, {origin_of(node).module for node in ahead})
     layer_of = _layers_around(sizes)
     used = {node: layer for node in ahead if (layer := layer_of(origin_of(node).module))}
-    layers = _in_order_of_use(sizes, used.values())
+    layers = tuple(dict.fromkeys(used.values()))
     places = _places(step, ahead, used, {layer: at for at, layer in enumerate(layers)})
     before, after = _modules_beside(model, name, used, places)
     work = _work(ops, places, len(layers))
     return LayerChain(name, layers, work if any(work) else tuple(sizes[n] for n in layers), before, after)
+
+
+def _longest_list(model: nn.Module, modules: Iterable[str]) -> tuple[str, dict[str, int]]:
+    """The list with the most layers, and the number of parameters of each of these: of its entries those that have
+    any, and that some of the `modules` of ops are in. A dict of modules of one class is a list, too."""
+    called = {"", *modules}
+    for module in modules:
+        while module := module.rpartition(".")[0]:
+            called.add(module)
+    names = {module: name for name, module in model.named_modules()}  # by its first name, as in origins
+    lists: list[tuple[str, dict[str, int]]] = []
+    for module, name in names.items():
+        is_dict = isinstance(module, nn.ModuleDict) and len({*map(type, module.values())}) == 1
+        if is_dict or isinstance(module, nn.ModuleList | nn.Sequential):
+            layers = {names[layer]: sum(p.numel() for p in layer.parameters()) for layer in module.children()}
+            lists.append((name, {layer: size for layer, size in layers.items() if size and layer in called}))
+    return max(lists, key=lambda item: len(item[1]), default=("", {}))
 
 
 def _layers_around(layers: Iterable[str]) -> Callable[[str], str]:
@@ -67,15 +79,6 @@ def _layers_around(layers: Iterable[str]) -> Callable[[str], str]:
         return module if module in known or not module else layer_of(module.rpartition(".")[0])
 
     return layer_of
-
-
-def _in_order_of_use(layers: Iterable[str], used: Iterable[str]) -> tuple[str, ...]:
-    """The layers as forward comes to them; one that it does not use follows the one before it in the list."""
-    turns = {layer: turn for turn, layer in enumerate(dict.fromkeys(used))}
-    keys, latest = dict[str, int](), _BEFORE
-    for layer in layers:
-        keys[layer] = latest = turns.get(layer, latest)
-    return tuple(sorted(keys, key=keys.__getitem__))
 
 
 def _places(

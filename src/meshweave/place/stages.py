@@ -75,7 +75,8 @@ def _balanced(chain: LayerChain, count: int, where: str, model: nn.Module) -> St
         raise PlanError(
             "the model has fewer layers than there are stages",
             where=f"{type(model).__name__}, {where}",
-            got=f"{len(chain.layers)} layers with parameters" + (f" in {chain.list_name}" if chain.list_name else ""),
+            got=f"{len(chain.layers)} layers with parameters that forward calls"
+            + (f", in {chain.list_name}" if chain.list_name else ""),
             expected=f"at least {count}",
             hint=_more_layers(model, count),
         )
@@ -100,7 +101,7 @@ def _check_fit(layout: StageLayout, chain: LayerChain, where: str) -> None:
             "the layout has another number of layers than the model",
             where=where,
             got=f"{layers} layers",
-            expected=f"{len(chain.layers)}: those with parameters in {of_list}",
+            expected=f"{len(chain.layers)}: those with parameters in {of_list} that forward calls",
             hint=f"balanced: {StageLayout.of_sizes(balanced_sizes(chain.work, count))}" if balanced else "t is a layer",
         )
     if () in _parts(layout, chain):

@@ -41,10 +41,15 @@ class Framework:
         return profile if self.name == MESHWEAVE else profile.with_update(self.update)
 
     def passes_with(self, asked: str) -> str:
-        """The text of the passes of a step for which these are asked: "default" are the framework's own."""
-        if asked == "default" or self.name == MESHWEAVE:
-            return self.passes if asked == "default" else asked
-        return ",".join(part for part in (self.passes, asked) if part != "none") or "none"
+        """The text of the passes of a step for which these are asked: "default" are the framework's own, of which one
+        that is asked for with other options is left out."""
+        if self.name == MESHWEAVE:
+            return asked
+        own, parts = ([part.strip() for part in text.split(",")] for text in (self.passes, asked))
+        stated = [part for part in parts if part not in ("none", "default")]
+        names = {part.partition("=")[0] for part in stated}
+        kept = [part for part in own if part != "none" and part.partition("=")[0] not in names]
+        return ",".join((*kept, *stated)) or "none"
 
     def __str__(self) -> str:
         """What it does, in a line."""

@@ -11,12 +11,14 @@ from meshweave.cost.simulate.result import RoleResult, Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
 from meshweave.engine.actions import Schedule
 from meshweave.engine.schedules import SCHEDULES, make_schedule, pipeline_times
+from meshweave.engine.sections import PASSES
 from meshweave.ir.rank import RankGraph
 
 _FEW = (3, 4, 5)  # microbatches that come one after the other: the first and the last are unlike those between
 _ROUNDS = 4  # of as many microbatches as a pipeline has stages: after so many a pipeline is full
 _WORTH = 2  # times as many microbatches as are simulated, from which on it is worth it
 _ROUNDING = 1e-6  # of the seconds of a step
+_LITTLE = 0.01  # of a round of microbatches: what messages between stages may come to where stages drift
 _MORE = 1e-3  # of a peak: the losses of microbatches, which live until the end. More are activations, as in gpipe
 
 
@@ -37,6 +39,8 @@ def simulate_few(roles: Sequence[RankGraph], profile: MachineProfile, options: S
         )
     first, low, high = results
     if not isclose(low.seconds - first.seconds, high.seconds - low.seconds, rel_tol=_ROUNDING):
+        return None
+    if schedule is not None and not _is_steady(high, high.seconds - low.seconds, few[2], few[2] - few[1]):
         return None
     return _extended(low, high, (count - few[2]) / (few[2] - few[1]), options, few[2])
 
@@ -61,6 +65,25 @@ def _few_of_pipeline(schedule: Schedule) -> tuple[int, int, int] | None:
     first, second, last = (pipeline_times(_of(schedule, n), F=1.0, B=1.0, W=1.0).step_s for n in (*few[1:], count))
     expected = second + (second - first) * (count - few[2]) / size
     return few if isclose(expected, last, rel_tol=_ROUNDING) else None
+
+
+def _is_steady(simulation: Simulation, seconds: float, microbatches: int, size: int) -> bool:
+    """Whether rounds of `size` microbatches that last so many seconds go on like this, but for 1% of them.
+
+    Losses are reported after all passes: while another stage still computes that costs nothing, with more microbatches
+    it does. Stages of which one is faster drift against each other, until it waits in every round or their messages
+    meet on a link. Either costs at most the time of these messages, which has to be little."""
+    middle = microbatches // 2
+    starts = dict[tuple[int, int, int], float]()
+    reports, others = ({role.index: 0.0 for role in simulation.roles} for _ in range(2))
+    for span in simulation.spans:
+        if span.kind == "compute" and span.action == "forward" and span.microbatch in (middle, middle + size):
+            starts.setdefault((span.role, span.stage, span.microbatch), span.start)
+        elif span.kind == "transfer" and middle <= span.microbatch < middle + size:
+            (others if span.action in PASSES else reports)[span.role] += span.seconds
+    rounds = [starts[role, stage, m + size] - start for (role, stage, m), start in starts.items() if m == middle]
+    is_even = all(isclose(each, rounds[0], rel_tol=_ROUNDING) for each in rounds)
+    return max(reports[role] + (0 if is_even else others[role]) for role in reports) < _LITTLE * seconds
 
 
 def _extended(
