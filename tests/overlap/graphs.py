@@ -377,7 +377,8 @@ def check_meta(node: fx.Node, envs: Sequence[Mapping[fx.Node, Any]]) -> None:
     """meta["val"] says what a node really gives: later passes rely on it."""
     for value in (env.get(node) for env in envs):
         if isinstance(value, list | tuple):
-            pairs = list(zip(value, node.meta["val"], strict=True))
+            # What is not asked for may be there: a bias of convolution_backward, by some libraries.
+            pairs = [pair for pair in zip(value, node.meta["val"], strict=True) if pair[1] is not None]
         else:
             pairs = [(value, node.meta.get("val"))]
         for real, fake in pairs:
