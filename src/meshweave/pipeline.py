@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import fx
-
 from meshweave.cost.hardware import Costs, MachineProfile
 from meshweave.cost.simulate.stages import costs_of_stages
 from meshweave.cost.simulate.step import default_fusion, peak_bytes_of_roles
@@ -32,7 +30,6 @@ from meshweave.engine.schedules import (
 from meshweave.engine.schedules.form import ranks_of_stages
 from meshweave.engine.sections import PASSES, Sections, sections_of_roles
 from meshweave.errors import PlanError, near_miss
-from meshweave.ir.collectives import transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.rank import RankGraph
@@ -171,7 +168,6 @@ def _check_apart(sections: Sequence[Sections]) -> None:
             other = home.setdefault(stage, its)
             if other.stage_numbers != its.stage_numbers or (all_have_all and other is not its):
                 nodes = [node for node, kind in its.kinds.items() if kind in PASSES and its.stages[node] == stage]
-                _check_rows(its, nodes[0])
                 raise PlanError(
                     "a microbatch comes back to a stage that it has passed",
                     where=str(origin_of(nodes[0])),
@@ -180,19 +176,6 @@ def _check_apart(sections: Sequence[Sections]) -> None:
                     expected="layers in a single chain of stages",
                     hint="leave out pipeline=, or place the layers of this line with those beside it (Plan.on)",
                 )
-
-
-def _check_rows(its: Sections, node: fx.Node) -> None:
-    """Raise PlanError if an op brings an entry of the batch to devices of a stage that lack their part of it."""
-    item = next((its.role.sources[n] for n in node.all_input_nodes if n in its.role.sources), None)
-    if node.target is transfer and item is not None and item.kind == "batch":
-        raise PlanError(
-            "a microbatch has too few rows for the devices of a stage",
-            where=f"entry {item.name} of the batch",
-            got=f"microbatches of {item.spec}",
-            expected="at least a row for each device that cuts the batch",
-            hint="fewer microbatches (accumulate=), or more rows",
-        )
 
 
 def _best_under_cap(
