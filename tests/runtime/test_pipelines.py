@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.experts import mixture, own_loss, tokens
 from tests.processes import Job
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -579,3 +580,27 @@ def test_a_schedule_that_cannot_run_names_its_actions() -> None:
     with pytest.raises(MeshweaveError, match="wait") as error:
         trained("pp=2", microbatches=2, pipeline=Schedule("crossed", (first, second)))
     assert "0B0" in error.value.got
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_experts_train_as_on_one_device(optimizer: str) -> None:
+    """With each schedule, beside one device with the same microbatches."""
+
+    def losses(mesh: str, pipeline: str | None) -> list[float]:
+        model = mixture("qwen3_moe", num_hidden_layers=4, output_router_logits=False).double()
+        step = mw.compile(
+            model,
+            loss=own_loss,
+            example=tokens(batch=8),
+            optimizer=OPTIMIZERS[optimizer](model.parameters()),
+            mesh=mesh,
+            accumulate=4,
+            profile="alpha-beta",
+            pipeline=pipeline,
+        )
+        return [step(tokens(batch=8, seed=seed)).item() for seed in range(3)]
+
+    expected = losses("", None)
+    for name in SCHEDULES:
+        assert losses("pp=2,ep=2", name) == pytest.approx(expected, rel=1e-6), name
