@@ -377,6 +377,7 @@ def _stored(inputs: PlanInputs, plan: Callable[[], Planned], progress: Progress)
     progress("load")
     planned, trouble = storage.read()
     if planned is not None:
+        number_stages(planned.captured, planned.placement.homes, inputs.resolved)  # not stored
         return planned, ""
     planned = plan()
     progress("store")
