@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isclose
+from typing import Any
 
 from meshweave.cost.hardware import MachineProfile
 from meshweave.cost.simulate.result import RoleResult, Simulation
@@ -93,11 +94,7 @@ def _extended(
     roles = tuple(_role(a, b, times) for a, b in zip(low.roles, high.roles, strict=True))
     if any(new.peak_bytes > (1 + _MORE) * old.peak_bytes for new, old in zip(roles, high.roles, strict=True)):
         return None
-
-    def grown(first: float, second: float) -> float:
-        return second + times * (second - first)
-
-    seconds, flops = grown(low.seconds, high.seconds), grown(low.flops, high.flops)
+    seconds, flops = _grown(low.seconds, high.seconds, times), _grown(low.flops, high.flops, times)
     mfu = None if high.mfu is None else high.mfu * (flops / high.flops) / (seconds / high.seconds)
     rest = f"microbatches 1 to {shown} of {options.microbatches} were played: the others repeat them"
     return replace(
@@ -113,6 +110,10 @@ def _extended(
 
 def _role(low: RoleResult, high: RoleResult, times: float) -> RoleResult:
     names = ("compute_seconds", "communication_seconds", "exposed_seconds", "idle_seconds")
-    pairs = {name: (getattr(low, name), getattr(high, name)) for name in names}
-    peak = high.peak_bytes + round(times * (high.peak_bytes - low.peak_bytes))
-    return replace(high, peak_bytes=peak, **{name: b + times * (b - a) for name, (a, b) in pairs.items()})
+    totals: dict[str, Any] = {name: _grown(getattr(low, name), getattr(high, name), times) for name in names}
+    return replace(high, peak_bytes=round(_grown(low.peak_bytes, high.peak_bytes, times)), **totals)
+
+
+def _grown(low: float, high: float, times: float) -> float:
+    """What grows from `low` to `high`, so many times more."""
+    return high + times * (high - low)

@@ -314,8 +314,11 @@ def _verdict(roles: Sequence[RoleResult], profile: MachineProfile, microbatches:
     if not advice:
         advice.append("a smaller local batch or shorter sequences, or more devices")
     most = ", ".join(f"{k} {v / 2**30:.1f} GiB" for k, v in list(kinds.items())[:3])
-    needs = f"{worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB"
-    return f"does not fit: role {worst.index} needs {needs} ({most})", tuple(advice)
+    return f"does not fit: {_needs(worst, room)} ({most})", tuple(advice)
+
+
+def _needs(role: RoleResult, room: int) -> str:
+    return f"role {role.index} needs {role.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB"
 
 
 def _margin(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, ...]:
@@ -323,8 +326,7 @@ def _margin(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, 
     worst, room = max(roles, key=lambda role: role.peak_bytes), int(profile.usable_bytes)
     if not room * (1 - MEMORY_ERROR) < worst.peak_bytes <= room * (1 + MEMORY_ERROR):
         return ()
-    needs = f"{worst.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB"
-    return (f"may fit: role {worst.index} needs {needs}, which is within the model's error of {MEMORY_ERROR:.0%}",)
+    return (f"may fit: {_needs(worst, room)}, which is within the model's error of {MEMORY_ERROR:.0%}",)
 
 
 def _fragments(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, ...]:
