@@ -44,6 +44,7 @@ ROOMS = (
     "build",
     "compile",
     "whatif",
+    "study",
     "integrations",
     "cli",
     "__main__",

@@ -44,6 +44,7 @@ from meshweave.place.plans import Plan
 from meshweave.program import Program
 from meshweave.runtime.rows import batch_shard
 from meshweave.runtime.session import RunOptions
+from meshweave.study import Study
 from meshweave.torch_compile import backend, inductor_pass
 from meshweave.train_step import TrainStep
 from meshweave.whatif import simulate
@@ -80,6 +81,7 @@ __all__ = [
     "ScheduleSearch",
     "Simulation",
     "StepError",
+    "Study",
     "TrainStep",
     "VerifyError",
     "backend",

@@ -22,7 +22,7 @@ from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, prepared_values
 from meshweave.ir.verify import verify_placed, verify_rank, verify_step
-from meshweave.microbatches import capture_microbatch
+from meshweave.microbatches import MicrobatchStep, capture_microbatch
 from meshweave.optimize.batch_split.blocks import in_blocks
 from meshweave.optimize.batch_split.captured import by_expert, share_ends
 from meshweave.optimize.overlap.decide import NoOrderError
@@ -75,6 +75,7 @@ class Target:
     costs: Costs
     own_parts: int = 1
     decided: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    fits: Callable[[int], bool] | None = field(default=None, compare=False, repr=False)
 
 
 def move_price(planner: PlanMove) -> Price:
@@ -112,27 +113,66 @@ def build_program(
     """Capture, place, plan, expand, optimize; the verifier runs after each stage and after every pass of `pass_list`.
     `progress(stage)` is called as a stage begins. `like` is a program of the same model whose state the new program
     shares: its choices and parameter layouts are kept. Raises MeshError for more than MAX_DEVICES devices."""
-    pass_list = pass_list or PassList()
-    mesh, costs = target.mesh, target.costs
-    _check_size(mesh)
+    _check_size(target.mesh)
     progress("capture")
-    pipeline = options.pipeline if options.part == "train" else None
-    resolved = resolve(target.plan, source.model, mesh)
+    resolved = resolve(target.plan, source.model, target.mesh)
     known = None if like is None else like.contract
-    capture = partial(capture_source, replace(source, hooks=pinning(resolved)), optimizer=optimizer, like=known)
-    step = capture_microbatch(capture, example, options, target.own_parts)
+    step = capture_step(source, example, optimizer, resolved, options, target.own_parts, known)
+    return build_captured(step, resolved, target, options, pass_list, progress, like)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A captured step, and what it was captured from."""
+
+    step: MicrobatchStep
+    source: StepSource
+    optimizer: OptimizerSpec | None
+
+
+def capture_step(
+    source: StepSource,
+    example: Any,
+    optimizer: OptimizerSpec | None,
+    resolved: Resolved,
+    options: CaptureOptions,
+    own_parts: int = 1,
+    like: Contract | None = None,
+) -> CapturedStep:
+    """The step on a microbatch of `example`, which has the rows of `own_parts` ranks. Of a plan only its pins enter.
+    `like` is the contract of the step for other sizes, if there is one."""
+    capture = partial(capture_source, replace(source, hooks=pinning(resolved)), optimizer=optimizer, like=like)
+    step = capture_microbatch(capture, example, options, own_parts)
+    if own_parts > 1:
+        check_own_rows(step.captured, own_parts)
+    return CapturedStep(step, source, optimizer)
+
+
+@without_collector()
+def build_captured(
+    given: CapturedStep,
+    resolved: Resolved,
+    target: Target,
+    options: CaptureOptions,
+    pass_list: PassList | None = None,
+    progress: Progress = lambda stage: None,
+    like: Program | None = None,
+) -> Program:
+    """What `build_program` makes of a captured step, whose nodes then have the numbers of their stages. `resolved` is
+    the plan of `target`, read for the model; its layers are put on stages here."""
+    pass_list = pass_list or PassList()
+    step, model, mesh, costs = given.step, given.source.model, target.mesh, target.costs
     captured, contract = step.captured, step.contract
-    if target.own_parts > 1:
-        check_own_rows(captured, target.own_parts)
-    placing = _PlacementStage(mesh, costs, pass_list.room(costs), target.decided, options.accumulate)
+    pipeline = options.pipeline if options.part == "train" else None
+    placing = _PlacementStage(target, pass_list.room(costs), options.accumulate)
     named = axes_of_operators(verify_step(captured), mesh)
     usual = range if pipeline is None else pipeline.ranks_of_stages
-    assign_stages(captured, resolved, source.model, mesh, named, usual)
+    assign_stages(captured, resolved, model, mesh, named, usual)
     captured, sequence = _arrange_sequence(captured, resolved, placing)
     check_axes(resolved, mesh, named)
     progress("place")
     units = infer_units(captured)
-    resolved = _choose_styles(captured, source, resolved, named, units, placing, like)
+    resolved = _choose_styles(captured, given.source, resolved, named, units, placing, like)
     lasting = None if like is None else like.placement
     inputs = PlanInputs(
         captured=captured,
@@ -149,7 +189,7 @@ def build_program(
         **{each.name: getattr(planned, each.name) for each in fields(planned)},
         options=options,
         contract=contract,
-        optimizer=optimizer,
+        optimizer=given.optimizer,
         recompute=next((each.policy for each in pass_list.passes if isinstance(each, Recompute)), "none"),
         resolved=resolved,
         sequence=sequence,
@@ -190,27 +230,30 @@ def _ahead_program(step: StepGraph, contract: Contract, inputs: PlanInputs, plac
 class _PlacementStage:
     """Lays out steps on a mesh. Equal ops are decided once, in all steps."""
 
-    mesh: Mesh
-    costs: Costs
+    target: Target
     room: int | None
-    decided: dict[Any, Any]
     microbatches: int
     planner: PlanMove = field(init=False)
     price: Price = field(init=False)
     rates: Rates = field(init=False)
 
     def __post_init__(self) -> None:
-        self.planner = _planner(self.costs, self.room)
+        self.planner = _planner(self.target.costs, self.room)
         self.price = move_price(self.planner)
-        self.rates = rates_of(self.costs)
+        self.rates = rates_of(self.target.costs)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.target.mesh
 
     def homes(self, step: StepGraph, resolved: Resolved) -> Homes:
         return map_devices(step, resolved.homes, self.mesh, resolved.stages)
 
     def place(self, step: StepGraph, placement: Placement) -> StepGraph:
-        if len(self.decided) > _MOST_DECISIONS:
-            self.decided.clear()
-        return place(step, placement, price=self.price, rates=self.rates, decided=self.decided)
+        decided = self.target.decided
+        if len(decided) > _MOST_DECISIONS:
+            decided.clear()
+        return place(step, placement, price=self.price, rates=self.rates, decided=decided)
 
     def place_by(self, step: StepGraph, resolved: Resolved, units: Units) -> Callable[[Resolved], StepGraph]:
         """The step as plans that differ from `resolved` in styles of weights lay it out, to choose among them."""
@@ -284,7 +327,9 @@ def _planned(
         return placed, tuple(verify_rank(delay_gradient_waits(role)) for role in roles)
 
     failed: NoOrderError | None = None
-    for placed, roles, note in _accumulated(expanded, options, resolved.accumulate_in, pass_list, costs):
+    room = _Room(placing.room, placing.target.fits)
+    share = 0.5 if pass_list.of("ordered") else 1.0
+    for placed, roles, note in _accumulated(expanded, options, resolved.accumulate_in, room, share):
         try:
             optimized = optimize(placed, roles, costs, pass_list, options.accumulate, progress)
         except NoOrderError as error:
@@ -295,20 +340,35 @@ def _planned(
     raise failed
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """The memory of a device; None if it is unknown. `fits` decides in its place, if it is not None."""
+
+    bytes: int | None
+    fits: Callable[[int], bool] | None
+
+    def holds(self, roles: tuple[RankGraph, ...]) -> bool:
+        if self.bytes is None and self.fits is None:
+            return True
+        peak = max(map(peak_bytes, roles))
+        return self.fits(peak) if self.fits is not None else peak <= (self.bytes or 0)
+
+
 def _accumulated(
     expanded: Callable[[str, bool], tuple[StepGraph, tuple[RankGraph, ...]]],
     options: CaptureOptions,
     of_plan: str,
-    pass_list: PassList,
-    costs: Costs,
+    room: _Room,
+    share: float,
 ) -> Iterator[tuple[StepGraph, tuple[RankGraph, ...], str]]:
     """Programs that add up gradients of microbatches as the options ask, else the plan, with a sentence about that;
-    every one needs less memory than the one before it.
+    every one needs less memory than the one before it. `share`: of what is free, for parameters that are gathered once
+    a step: passes that order the step need the rest.
 
     `expanded(where, casts_once)` places and expands a program. "auto" is whole, with gathers of parameters once a step
     as far as memory allows; then with casts of parameters in every microbatch; then in shards.
     """
-    microbatches, asked, room = options.accumulate, options.precision.accumulate_in, pass_list.room(costs)
+    microbatches, asked = options.accumulate, options.precision.accumulate_in
     where = of_plan if asked == "auto" else asked
     if of_plan not in ("auto", where):
         raise PlanError(
@@ -329,12 +389,9 @@ def _accumulated(
     elif whole == stored:
         note = f"{how} in {bytes_text(whole)} a device and reduced once a step"
 
-    def fits(roles: tuple[RankGraph, ...]) -> bool:
-        return room is None or max(map(peak_bytes, roles)) <= room
-
-    has_room = fits(roles)
+    has_room = room.holds(roles)
     if first == "whole" and has_room:
-        once, gathers = _gathered_once(roles, room, 0.5 if pass_list.of("ordered") else 1.0)
+        once, gathers = _gathered_once(roles, room, share)
         if gathers:
             yield placed, once, f"{note}; {gathers}"
     has_less, is_prepared = where == "auto" and whole != stored, any(prepared_values(role.graph) for role in roles)
@@ -342,21 +399,21 @@ def _accumulated(
         yield placed, roles, note
     if is_prepared:
         placed, roles = expanded(first, False)
-        if fits(roles) or not has_less:
+        if room.holds(roles) or not has_less:
             yield placed, roles, note
-    if has_less and room is not None:
-        how = (
-            f"{how} in shards, reduced in each microbatch: whole they would need more than {bytes_text(room)} a device"
-        )
+    if has_less and room.bytes is not None:
+        too_much = f"whole they would need more than {bytes_text(room.bytes)} a device"
+        how = f"{how} in shards, reduced in each microbatch: {too_much}"
         yield *expanded("shards", False), how
 
 
-def _gathered_once(roles: tuple[RankGraph, ...], room: int | None, share: float) -> tuple[tuple[RankGraph, ...], str]:
+def _gathered_once(roles: tuple[RankGraph, ...], room: _Room, share: float) -> tuple[tuple[RankGraph, ...], str]:
     """Roles that gather parameters in the first microbatch for all, as far as they fit into this share of the memory
-    that is free (passes that order the step need the rest), and a clause about that; an empty one if there are none."""
+    that is free, and a clause about that; an empty one if there are none."""
 
     def limit_of(peak: int) -> float:
-        return math.inf if room is None else peak + share * (room - peak)
+        is_open = room.bytes is None or room.fits is not None
+        return math.inf if is_open else peak + share * ((room.bytes or 0) - peak)
 
     new, counts, totals = zip(*(gather_once(role, limit_of) for role in roles), strict=True)
     for before, after in zip(roles, new, strict=True):

@@ -8,7 +8,7 @@ inputs of the graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -82,6 +82,13 @@ class OptimizerSpec:
     kind_of: Mapping[str, int] = field(hash=False)
     params: Mapping[str, Spec] = field(hash=False)
     slots: Mapping[str, Mapping[str, Spec]] = field(hash=False)
+
+    def renamed(self, names: Mapping[str, str]) -> OptimizerSpec:
+        """What it does to the parameters with these names, by other names."""
+        kept = [name for name in self.kind_of if name in names]
+        tables = ({names[n]: table[n] for n in kept} for table in (self.kind_of, self.params, self.slots))
+        kind_of, params, slots = tables
+        return replace(self, kind_of=kind_of, params=params, slots=slots)  # type: ignore[arg-type]
 
     def numbers(self) -> list[str]:
         """Names of the numbers that a step takes: kind of update, and name of the number."""

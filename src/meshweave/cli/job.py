@@ -121,6 +121,16 @@ class StepOptions(Options):
         )
 
     @property
+    def capture_options(self) -> CaptureOptions:
+        return CaptureOptions(
+            clip_grad_norm=self.clip_grad_norm,
+            accumulate=self.accumulate,
+            seed=self.seed,
+            precision=self.precision,
+            pipeline=PipelineChoice.of(self.pipeline or None),
+        )
+
+    @property
     def pass_list(self) -> PassList:
         return pass_list_of(self.passes, memory_cap_bytes=parse_bytes(self.memory_cap) if self.memory_cap else None)
 
@@ -176,21 +186,20 @@ class MachineOptions(StepOptions):
         """With the passes of the framework, beside those asked for."""
         return replace(self, passes=framework_named(self.framework).passes_with(self.passes))
 
-    def sums_for(self, plan: str) -> AccumulateIn:
-        """Where gradients of microbatches are added up: as stated, else as the plan says, else the framework."""
-        is_open = self.accumulate_in == "auto" and "zero1" not in plan and "zero2" not in plan
-        return framework_named(self.framework).accumulate_in if is_open else self.accumulate_in
-
     def compiled(self, screen: Screen, mesh: str, plan: str) -> Program:
         """The program of the step on a mesh; moves are chosen by the unscaled profile, with the scaled memory."""
+        shared = {each.name: getattr(self, each.name) for each in fields(StepOptions)}
+        job = MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared)
+        return compiled_unrun(screen, job, self.costs_on(Mesh(mesh)))
+
+    def costs_on(self, mesh: Mesh) -> MachineProfile:
+        """The costs by which moves are chosen: those of the unscaled machine, with the scaled memory."""
         machine = self.machine
-        machine.check_mesh(Mesh(mesh))
+        machine.check_mesh(mesh)
         costs = load_profile(self.profile)
         if machine.usable_bytes != costs.usable_bytes:
             costs = costs.scaled(memory_bytes=machine.memory.bytes)
-        shared = {each.name: getattr(self, each.name) for each in fields(StepOptions)}
-        shared["accumulate_in"] = self.sums_for(plan)
-        return compiled_unrun(screen, MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared), costs)
+        return costs
 
     def with_batch(self, meshes: Sequence[tuple[str, str]]) -> Self:
         """The same with a global batch for all meshes and plans: unless stated, of a Hugging Face model, one sequence
@@ -200,10 +209,12 @@ class MachineOptions(StepOptions):
         most = max(data_parallel_size(Mesh(mesh), parse_plan(plan)) for mesh, plan in meshes)
         return replace(self, batch=most * self.accumulate)
 
-    def assumptions(self, program: Program) -> str:
-        """What a simulation assumes of the training, in a line."""
+    def assumptions(self, program: Program, num_parameters: int | None = None) -> str:
+        """What a simulation assumes of the training, in a line. `num_parameters`: of the model, if the program is of
+        one with fewer layers."""
         batch = {item.name: item.spec.shape for item in program.captured.inputs if item.kind == "batch"}
-        num = sum(math.prod(item.spec.shape) for item in program.captured.inputs if item.kind == "param")
+        params = (item.spec.shape for item in program.captured.inputs if item.kind == "param")
+        num = sum(map(math.prod, params)) if num_parameters is None else num_parameters
         changed = self.model.partition("?")[2].replace("&", ", ")
         model = f"{_count_text(num)} parameters{f' ({changed})' if changed else ''}"
         dtype = f"parameters in {self.param_dtype}" if self.param_dtype else f"{self.dtype} compute, float32 parameters"
@@ -230,13 +241,10 @@ def compiled(
         source.batch,
         read_optimizer(optimizer, source.model),
         Target(mesh, plan, costs or parse_costs(job.profile, mesh.axis_names)),
-        CaptureOptions(
-            clip_grad_norm=job.clip_grad_norm, accumulate=job.accumulate, seed=job.seed, precision=job.precision,
-            pipeline=PipelineChoice.of(job.pipeline or None),
-        ),
+        job.capture_options,
         job.pass_list,
         stage,
-    )  # fmt: skip
+    )
 
 
 def compiled_unrun(screen: Screen, job: MeshStepOptions, costs: Costs | None = None) -> Program:

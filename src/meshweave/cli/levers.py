@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TypeVar
 
 from meshweave.cli.job import MachineOptions
 from meshweave.cost.simulate.result import Simulation
@@ -17,6 +18,7 @@ from meshweave.ir.mesh import Mesh
 from meshweave.place.plan_text import data_parallel_size, parse_plan
 from meshweave.report.tables import bytes_text
 
+AnyOptions = TypeVar("AnyOptions", bound=MachineOptions)
 _MOST_TRIALS = 8  # simulations for the advice on a mesh: each takes about as long as the step without passes
 _SHARED = 0.9  # at least this part of the memory is shared by more devices, as far as the first trial is concerned
 _MUCH = 0.6  # of the memory: with less than that, full recomputation is perhaps more than is needed
@@ -172,10 +174,10 @@ def _mesh_text(sizes: dict[str, int]) -> str:
 
 
 def levers(
-    options: MachineOptions,
+    options: AnyOptions,
     setting: Setting,
     simulation: Simulation,
-    simulated: Callable[[MachineOptions, str, str], Simulation],
+    simulated: Callable[[AnyOptions, str, str], Simulation],
     known: dict[Setting, Peak | None],
 ) -> tuple[str, ...]:
     """What makes the step of `simulation` fit at the same global batch: options, and the memory that it then needs.
@@ -209,7 +211,7 @@ def _peak(simulation: Simulation) -> Peak:
     return Peak(role.peak_bytes, role.persistent_bytes)
 
 
-def _with(options: MachineOptions, setting: Setting) -> MachineOptions:
+def _with(options: AnyOptions, setting: Setting) -> AnyOptions:
     return replace(
         options,
         passes=setting.passes,

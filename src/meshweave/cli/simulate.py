@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.markup import escape
 
-from meshweave import whatif
+from meshweave.build import Target
+from meshweave.capture.hugging_face import is_configuration
+from meshweave.capture.sources import Source
 from meshweave.cli.command import option
-from meshweave.cli.job import MachineOptions, meshes_like, parse_bytes
+from meshweave.cli.job import MachineOptions, StepOptions, meshes_like, parse_bytes
 from meshweave.cli.levers import Peak, Setting, levers
 from meshweave.cli.screen import Screen, attributes_of, check_outputs, write_text
+from meshweave.cost.simulate.frameworks import framework_named
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import MeshweaveError
+from meshweave.ir.mesh import Mesh
 from meshweave.passes import Overlap
+from meshweave.place.plan_text import parse_plan
 from meshweave.program import Program
 from meshweave.report.diff import diff_rows, diff_table
 from meshweave.report.html import html_page
@@ -25,6 +30,7 @@ from meshweave.report.pipeline import pipeline_of
 from meshweave.report.simulation import simulation_table
 from meshweave.report.tables import bytes_text, plain_table
 from meshweave.report.trace import trace_json
+from meshweave.study import Answer, StepQuestion, Study
 from meshweave.whatif import best_of
 
 MatmulDtype = Literal["float8_e4m3fn", "bfloat16"]
@@ -40,22 +46,55 @@ class SimulateCommandOptions(MachineOptions):
     trace: Path | None = option(None, "write a Chrome trace, for Perfetto")
     diff: bool = option(False, "difference of two meshes: which moves changed, where time went")
 
-    def simulated(self, program: Program, mesh: str, plan: str) -> Simulation:
-        """A program simulated as the options say."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether spans are shown one by one, so that all layers and microbatches are simulated."""
+        return self.report is not None or self.trace is not None or self.diff
+
+    def answer(self, screen: Screen, studies: Studies, mesh: str, plan: str) -> Answer:
+        """The step on a mesh, simulated as the options say."""
+        on_mesh, its_plan = Mesh(mesh), parse_plan(plan)
+        costs = self.costs_on(on_mesh)
+        source = self.load(on_mesh, its_plan, "meta" if is_configuration(self.model) else "cpu")
         is_name = self.buckets in ("", "none", "blocks")
         buckets: Any = (
             (self.buckets or None) if is_name else parse_bytes(self.buckets, "--buckets", "none, blocks, or ")
         )
-        return whatif.simulate(
-            program,
-            self.machine,
-            fusion=self.fusion,
-            matmul_dtype=self.matmul_dtype,
-            buckets=buckets,
-            framework=self.framework,
-            every_microbatch=self.report is not None or self.trace is not None or self.diff,
-            title=" ".join(filter(None, (self.model_name, f"on {mesh or 'one device'}", plan))),
+        question = StepQuestion(
+            example=source.batch,
+            target=Target(on_mesh, its_plan, costs),
+            options=self.capture_options,
+            pass_list=self.pass_list,
         )
+        with screen.stages(mesh or "one device") as stage:
+            study = studies.of(self, source)
+            study.progress = stage
+            return study.answer(
+                question,
+                self.machine,
+                framework=framework_named(self.framework),
+                every_layer=self.is_whole,
+                fusion=self.fusion,
+                matmul_dtype=self.matmul_dtype,
+                buckets=buckets,
+                every_microbatch=self.is_whole,
+                title=" ".join(filter(None, (self.model_name, f"on {mesh or 'one device'}", plan))),
+            )
+
+
+@dataclass(slots=True)
+class Studies:
+    """The studies of a command: the questions about a configuration share one; a factory may make another model for
+    each batch."""
+
+    known: dict[tuple[Any, ...], Study] = field(default_factory=dict)
+
+    def of(self, options: StepOptions, source: Source) -> Study:
+        key = (options.model, options.seq, options.dtype, options.optimizer, options.lr, options.seed)
+        if key not in self.known or not is_configuration(options.model):
+            optimizer = options.make_optimizer(source.model)
+            self.known[key] = Study(source.model, loss=source.loss, optimizer=optimizer)
+        return self.known[key]
 
 
 def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
@@ -69,23 +108,22 @@ def simulate(screen: Screen, options: SimulateCommandOptions) -> int:
         )
     pairs = list(zip(options.mesh, _plans(options.plan, len(options.mesh)), strict=True))
     stated, options = options, options.with_batch(pairs)
-    programs, simulations = list[Program](), list[Simulation]()
+    programs, simulations, studies = list[Program](), list[Simulation](), Studies()
     gains, details = list[dict[str, Any]](), list[str]()
     for mesh, plan in pairs:
-        program = options.compiled(screen, mesh, plan)
-        simulation = options.simulated(program, mesh, plan)
-        note = options.assumptions(program)
+        answer = options.answer(screen, studies, mesh, plan)
+        program, simulation = answer.program, answer.simulation
+        note = options.assumptions(program, answer.num_parameters)
         programs.append(program)
         simulations.append(replace(simulation, notes=(note, *simulation.notes), advice=()))
-        if program.roles is not program.expanded or program.optimized.variants:
-            before = options.simulated(program.as_expanded, mesh, plan)
-            gains.append(_gain_row(program, before, simulation))
-            details += _gain_lines(program, before, simulation)
+        if answer.before is not None:
+            gains.append(_gain_row(program, answer.before, simulation))
+            details += _gain_lines(program, answer.before, simulation)
     _show(screen, simulations)
     known: dict[Setting, Peak | None] = {}
     for i, (mesh, plan) in enumerate(pairs):
         first = _setting(options, programs[i], mesh, plan)
-        advice = _advice(screen, (stated, options), first, simulations[i], known)
+        advice = _advice(screen, studies, (stated, options), first, simulations[i], known)
         simulations[i] = replace(simulations[i], advice=advice)
     for line in details:
         screen.detail(line)
@@ -110,6 +148,7 @@ def _setting(options: SimulateCommandOptions, program: Program, mesh: str, plan:
 
 def _advice(
     screen: Screen,
+    studies: Studies,
     options: tuple[SimulateCommandOptions, SimulateCommandOptions],
     first: Setting,
     simulation: Simulation,
@@ -121,8 +160,8 @@ def _advice(
         return ()
     stated, chosen = options
 
-    def simulated(changed: MachineOptions, mesh: str, plan: str) -> Simulation:
-        return chosen.simulated(changed.compiled(screen, mesh, plan), mesh, plan)
+    def simulated(changed: SimulateCommandOptions, mesh: str, plan: str) -> Simulation:
+        return changed.answer(screen, studies, mesh, plan).simulation
 
     advice = levers(stated, first, simulation, simulated, known)
     screen.say(f"{simulation.mesh}: {simulation.verdict}" if len(chosen.mesh) > 1 else "")

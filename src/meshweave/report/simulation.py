@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -11,7 +13,7 @@ from meshweave.cost.simulate.memory import bytes_by_kind
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.ir.graph import fold_numbers
 from meshweave.report.pipeline import pipeline_of
-from meshweave.report.spans import COMPUTE_CLASSES, class_sums
+from meshweave.report.spans import COMPUTE_CLASSES, Sum, class_sums
 from meshweave.report.tables import bytes_text, milliseconds_text, plain_table, short_line
 
 _NUM_EXPOSED = 10  # communications listed
@@ -80,15 +82,17 @@ def _exposed_table(simulation: Simulation) -> Table:
         if span.exposed_seconds > 0:
             key = (span.phase, span.op, span.group, span.layout, fold_numbers(span.module), span.line)
             twins.setdefault(key, []).append(span)
-    shown = sorted(twins.items(), key=lambda item: (-sum(s.exposed_seconds for s in item[1]), item[0]))
+    sums = {names: reduce(Sum.plus, spans, Sum()) for names, spans in twins.items()}
+    shown = sorted(twins.items(), key=lambda item: (-sums[item[0]].exposed_seconds, item[0]))
     for names, spans in shown[:_NUM_EXPOSED]:
         phase, op, group, _, module, line = names
         worst = max(spans, key=lambda s: (s.exposed_seconds, -s.index))
         reason = max(worst.reasons, key=lambda r: r.seconds, default=None)
         why = f"{reason.kind}: {reason.text}" if reason else ""
-        sums = (sum(s.exposed_seconds for s in spans), sum(s.seconds for s in spans))
+        total = sums[names]
+        times = (milliseconds_text(total.exposed_seconds), milliseconds_text(total.seconds), f"{total.count:,}")
         cells = (op, group, phase, module, short_line(line), why)
-        table.add_row(*map(milliseconds_text, sums), str(len(spans)), *(escape(cell) for cell in cells))
+        table.add_row(*times, *(escape(cell) for cell in cells))
     return table
 
 

@@ -38,10 +38,10 @@ class Sum:
 
     def plus(self, span: Span) -> Sum:
         return Sum(
-            self.count + 1,
-            self.seconds + span.seconds,
-            self.exposed_seconds + span.exposed_seconds,
-            self.bytes + span.bytes,
+            self.count + span.repeats,
+            self.seconds + span.seconds * span.repeats,
+            self.exposed_seconds + span.exposed_seconds * span.repeats,
+            self.bytes + span.bytes * span.repeats,
         )
 
 

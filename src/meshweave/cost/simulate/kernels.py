@@ -207,7 +207,7 @@ class _Fusion:
     def _belong(self, group: _KernelGroup, node: fx.Node) -> bool:
         """Whether the fusion mode lets both be in a kernel, whatever is between them."""
         first, second = origin_of(group.nodes[-1]), origin_of(node)
-        if first.phase != second.phase or len(group.nodes) >= _MOST_OPS:
+        if first.phase != second.phase or (self._is_compiled(first) and len(group.nodes) >= _MOST_OPS):
             return False
         if first.phase == "update" and self.update == "foreach":
             return first.module == second.module and self._is_term(group.nodes[-1], node)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isclose
-from typing import Any
 
 from meshweave.cost.hardware import MachineProfile
-from meshweave.cost.simulate.result import RoleResult, Simulation
+from meshweave.cost.simulate.growth import grown, grown_roles
+from meshweave.cost.simulate.result import Simulation
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
 from meshweave.engine.actions import Schedule
 from meshweave.engine.schedules import SCHEDULES, make_schedule, pipeline_times
@@ -91,29 +91,10 @@ def _extended(
     low: Simulation, high: Simulation, times: float, options: SimulateOptions, shown: int
 ) -> Simulation | None:
     """The step that grows `times` more as it does from `low` to `high`."""
-    roles = tuple(_role(a, b, times) for a, b in zip(low.roles, high.roles, strict=True))
+    roles = grown_roles(low, high, times)
     if any(new.peak_bytes > (1 + _MORE) * old.peak_bytes for new, old in zip(roles, high.roles, strict=True)):
         return None
-    seconds, flops = _grown(low.seconds, high.seconds, times), _grown(low.flops, high.flops, times)
-    mfu = None if high.mfu is None else high.mfu * (flops / high.flops) / (seconds / high.seconds)
+    middle = shown // 2 if options.pipeline is None else -1  # which stands for those that are not played
+    spans = tuple(replace(span, repeats=round(1 + times)) if span.microbatch == middle else span for span in high.spans)
     rest = f"microbatches 1 to {shown} of {options.microbatches} were played: the others repeat them"
-    return replace(
-        high,
-        seconds=seconds,
-        roles=roles,
-        tokens=options.tokens,
-        flops=flops,
-        mfu=mfu,
-        notes=(*high.notes, rest),
-    )
-
-
-def _role(low: RoleResult, high: RoleResult, times: float) -> RoleResult:
-    names = ("compute_seconds", "communication_seconds", "exposed_seconds", "idle_seconds")
-    totals: dict[str, Any] = {name: _grown(getattr(low, name), getattr(high, name), times) for name in names}
-    return replace(high, peak_bytes=round(_grown(low.peak_bytes, high.peak_bytes, times)), **totals)
-
-
-def _grown(low: float, high: float, times: float) -> float:
-    """What grows from `low` to `high`, so many times more."""
-    return high + times * (high - low)
+    return replace(grown(low, high, times, roles), spans=spans, tokens=options.tokens, notes=(*high.notes, rest))

@@ -38,6 +38,7 @@ class Span:
     else divided. `needs` are the spans that it had to wait for, `index` is its own index in `Simulation.spans`. `bytes`
     are received over links by a communication, moved in device memory by a kernel. `names` are its graph nodes.
     `action` is what its role runs it for (`engine.actions`: "forward", "backward", "input", "weight", ...), on `stage`.
+    `repeats`: for how many equal ones it stands, itself among them, where few of many equal layers were simulated.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Span:
     reasons: tuple[Reason, ...] = ()
     needs: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    repeats: int = 1
 
     @property
     def end(self) -> float:

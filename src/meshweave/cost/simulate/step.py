@@ -13,10 +13,11 @@ from meshweave.cost.simulate.classify import known_kind, priced_by_bytes
 from meshweave.cost.simulate.clock import Slowdown, Times, Work, play
 from meshweave.cost.simulate.exposure import Exposure, exposure_of
 from meshweave.cost.simulate.kernels import Fusion, Kernel
-from meshweave.cost.simulate.memory import MemoryUse, bytes_by_kind, least_bytes, memory_of
-from meshweave.cost.simulate.result import MEMORY_ERROR, RoleResult, Simulation, Span
+from meshweave.cost.simulate.memory import MemoryUse, least_bytes, memory_of
+from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.cost.simulate.storage_intervals import LifetimeRules
 from meshweave.cost.simulate.tasks import NarrowDtype, NarrowMessages, RoleTasks, Tasks, lower_tasks
+from meshweave.cost.simulate.verdict import judged
 from meshweave.engine.actions import Schedule
 from meshweave.ir.graph import op_name, origin_of
 from meshweave.ir.rank import RankGraph
@@ -165,9 +166,8 @@ def _result(
     flops = sum(_model_flops(role) * len(role.role.devices) for role in tasks.roles) * options.microbatches
     dtype = _matmul_dtype(tasks)
     peak_rate = profile.peak_flops(dtype) if dtype is not None else None
-    verdict, advice = _verdict(roles, profile, options.microbatches)
     mfu = flops / (times.seconds * mesh.num_devices * peak_rate) if peak_rate and times.seconds else None
-    return Simulation(
+    simulation = Simulation(
         seconds=times.seconds,
         spans=spans,
         roles=roles,
@@ -181,18 +181,12 @@ def _result(
         schedule="" if options.pipeline is None else options.pipeline.name,
         tokens=options.tokens,
         flops=flops,
-        mfu=mfu if not verdict else None,
+        mfu=mfu,
         mfu_dtype=str(dtype).removeprefix("torch.") if dtype is not None else "",
         memory_bytes=int(profile.usable_bytes),
-        verdict=verdict,
-        advice=advice,
-        notes=(
-            *_margin(roles, profile),
-            *_notes(options, fusion, len(roles)),
-            *_unknown_ops(tasks),
-            *_fragments(roles, profile),
-        ),
+        notes=(*_notes(options, fusion, len(roles)), *_unknown_ops(tasks)),
     )
+    return judged(simulation, options.microbatches)
 
 
 def _spans(tasks: Tasks, times: Times, exposure: Exposure) -> tuple[Span, ...]:
@@ -292,56 +286,6 @@ def _matmul_dtype(tasks: Tasks) -> torch.dtype | None:
                 if isinstance(work, Matmul):
                     flops[work.dtype] = flops.get(work.dtype, 0.0) + work.flops
     return max(flops, key=lambda d: flops[d], default=None)
-
-
-def _verdict(roles: Sequence[RoleResult], profile: MachineProfile, microbatches: int) -> tuple[str, tuple[str, ...]]:
-    """What does not fit, "" if all may, and what would mostly make it fit, judged by what the memory is used for."""
-    worst = max(roles, key=lambda role: role.peak_bytes)
-    room = int(profile.usable_bytes)
-    if worst.peak_bytes <= room * (1 + MEMORY_ERROR):
-        return "", ()
-    over = worst.peak_bytes - room
-    kinds = bytes_by_kind(worst.at_peak)
-    advice = []
-    if kinds.get("activation", 0) > over:
-        advice.append("recompute activations (--passes recompute=full), or a smaller local batch")
-    if worst.persistent_bytes > room // 2:
-        advice.append("shard parameters and optimizer state over more devices (a larger fsdp axis)")
-    if microbatches > 1 and kinds.get("grad", 0) > over:
-        advice.append(
-            "gradients of microbatches in shards (zero2), or added in 16 bits: the dtype of stored parameters"
-        )
-    if not advice:
-        advice.append("a smaller local batch or shorter sequences, or more devices")
-    most = ", ".join(f"{k} {v / 2**30:.1f} GiB" for k, v in list(kinds.items())[:3])
-    return f"does not fit: {_needs(worst, room)} ({most})", tuple(advice)
-
-
-def _needs(role: RoleResult, room: int) -> str:
-    return f"role {role.index} needs {role.peak_bytes / 2**30:.1f} GiB of {room / 2**30:.1f} GiB"
-
-
-def _margin(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, ...]:
-    """A sentence about a step of which the model cannot say whether it fits."""
-    worst, room = max(roles, key=lambda role: role.peak_bytes), int(profile.usable_bytes)
-    if not room * (1 - MEMORY_ERROR) < worst.peak_bytes <= room * (1 + MEMORY_ERROR):
-        return ()
-    return (f"may fit: {_needs(worst, room)}, which is within the model's error of {MEMORY_ERROR:.0%}",)
-
-
-def _fragments(roles: Sequence[RoleResult], profile: MachineProfile) -> tuple[str, ...]:
-    """The verdict if tensors fit, but not with the free blocks between them: c10's CUDACachingAllocator.cpp releases
-    free segments and retries before it runs out of memory."""
-    room, gib = int(profile.usable_bytes), 2**30
-    worst = max(roles, key=lambda role: role.reserved_bytes)
-    if not max(role.peak_bytes for role in roles) <= room < worst.reserved_bytes:
-        return ()
-    reserved = f"{worst.reserved_bytes / gib:.1f} GiB of {room / gib:.1f} GiB"
-    return (
-        f"tensors fit, but with free blocks between them the allocator would reserve {reserved}: it then stops the "
-        "device to release segments, and may run out of memory; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-        "leaves fewer",
-    )
 
 
 def _unknown_ops(tasks: Tasks) -> tuple[str, ...]:

@@ -1,0 +1,137 @@
+"""A larger step from two smaller ones: of more microbatches, or of more equal layers, each of which adds the same."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from meshweave.cost.simulate.result import LiveTensor, RoleResult, Simulation, Span
+from meshweave.cost.simulate.verdict import judged, memory_notes
+
+_TOTALS = ("compute_seconds", "communication_seconds", "exposed_seconds", "idle_seconds")
+_ROUNDING = 1e-6  # of the seconds of a step
+
+
+class Place(NamedTuple):
+    """What a span belongs to and is, in a model of any depth: equal for what two models have. `module` is None in
+    layers between the first and the last ones."""
+
+    module: str | None
+    what: tuple[Any, ...]
+
+
+PlaceOf = Callable[[Span], Place]
+
+
+def is_steady(steps: Sequence[Simulation]) -> bool:
+    """Whether three steps, each of them larger by the same, grow by the same: in seconds, in all and exposed."""
+    if len(steps) < 3:
+        return False
+    of_all = ([step.seconds, *(role.exposed_seconds for role in step.roles)] for step in steps)
+    rounding = _ROUNDING * steps[-1].seconds
+    return all(abs((c - b) - (b - a)) <= rounding for a, b, c in zip(*of_all, strict=True))
+
+
+def grown_figure(low: float, high: float, times: float) -> float:
+    """A figure that grows from `low` to `high`, so many times more."""
+    return high + times * (high - low)
+
+
+def grown_roles(low: Simulation, high: Simulation, times: float) -> tuple[RoleResult, ...]:
+    """The roles of a step that grows `times` more as it does from `low` to `high`: their totals and their peak. The
+    tensors at the peak, and what memory is over time, are those of `high`."""
+    return tuple(_role(a, b, times) for a, b in zip(low.roles, high.roles, strict=True))
+
+
+def grown(low: Simulation, high: Simulation, times: float, roles: tuple[RoleResult, ...]) -> Simulation:
+    """The step of these `roles` that grows `times` more as it does from `low` to `high`. Its spans are those of
+    `high`."""
+    seconds = grown_figure(low.seconds, high.seconds, times)
+    flops = grown_figure(low.flops, high.flops, times)
+    mfu = None if high.mfu is None else high.mfu * (flops / high.flops) / (seconds / high.seconds)
+    return replace(high, seconds=seconds, roles=roles, flops=flops, mfu=mfu)
+
+
+def deepened(
+    low: Simulation, high: Simulation, times: float, microbatches: int, places: tuple[PlaceOf, PlaceOf]
+) -> Simulation:
+    """The step of a model with more equal layers than `low` and `high`, judged by its own peak. `high` has one period
+    of them more than `low`, for which its spans stand `times` more.
+
+    `places` say of either step what a span belongs to. The peak is the largest of what memory comes to at the places
+    that both have: with few layers another may be the largest than with many."""
+    roles = []
+    for role, a, b in zip(grown_roles(low, high, times), low.roles, high.roles, strict=True):
+        before, after = (_peaks(each, of, place) for each, of, place in zip((low, high), (a, b), places, strict=True))
+        peaks = (grown_figure(before[place], after[place], times) for place in after.keys() & before.keys())
+        peak = max(role.peak_bytes, *map(round, peaks))
+        roles.append(
+            replace(
+                role,
+                peak_bytes=peak,
+                reserved_bytes=peak + b.reserved_bytes - b.peak_bytes,
+                persistent_bytes=round(grown_figure(a.persistent_bytes, b.persistent_bytes, times)),
+                at_peak=_tensors(a.at_peak, b.at_peak, times),
+            )
+        )
+    room = high.memory_bytes
+    assert room is not None
+    about_memory = memory_notes(high.roles, room)
+    notes = tuple(note for note in high.notes if note not in about_memory)
+    spans = _repeated(low.spans, high.spans, round(1 + times), places)
+    whole = replace(grown(low, high, times, tuple(roles)), verdict="", advice=(), notes=notes, spans=spans)
+    return judged(whole, microbatches)
+
+
+def _role(low: RoleResult, high: RoleResult, times: float) -> RoleResult:
+    totals: dict[str, Any] = {name: grown_figure(getattr(low, name), getattr(high, name), times) for name in _TOTALS}
+    return replace(high, peak_bytes=round(grown_figure(low.peak_bytes, high.peak_bytes, times)), **totals)
+
+
+def _repeated(
+    low: Sequence[Span], high: Sequence[Span], times: int, places: tuple[PlaceOf, PlaceOf]
+) -> tuple[Span, ...]:
+    """The spans of `high`: at every place the last of those that it has more than `low` stand for so many."""
+    before = Counter(map(places[0], low))
+    extra = Counter(map(places[1], high)) - before
+    # one that only `high` has outside of the middle is larger with each layer: of the norms of all gradients
+    extra = Counter({place: n for place, n in extra.items() if place.module is None or place in before})
+    spans = list(high)
+    for i in reversed(range(len(spans))):
+        place = places[1](spans[i])
+        if extra[place]:
+            extra[place] -= 1
+            spans[i] = replace(spans[i], repeats=spans[i].repeats * times)
+    return tuple(spans)
+
+
+def _peaks(simulation: Simulation, role: RoleResult, place_of: PlaceOf) -> Mapping[tuple[Place, int], int]:
+    """The most bytes of a role during each of its kernels that has a place: by place, and the how many-th there."""
+    times = [at for at, _ in role.memory]
+    peaks, counts = dict[tuple[Place, int], int](), dict[Place, int]()
+    for span in simulation.spans:
+        place = place_of(span)
+        if span.kind != "compute" or span.role != role.index or place.module is None:
+            continue
+        first, end = bisect_right(times, span.start) - 1, bisect_right(times, span.end)
+        counts[place] = counts.get(place, 0) + 1
+        peaks[place, counts[place]] = max((num_bytes for _, num_bytes in role.memory[max(first, 0) : end]), default=0)
+    return peaks
+
+
+def _tensors(low: Sequence[LiveTensor], high: Sequence[LiveTensor], times: float) -> tuple[LiveTensor, ...]:
+    """The tensors at the peak, each with its twins in more layers."""
+    before = {(live.kind, live.module, live.line): live for live in low}
+    tensors = []
+    for live in high:
+        twin = before.get((live.kind, live.module, live.line))
+        if twin is not None:
+            size, count = (
+                round(grown_figure(a, b, times)) for a, b in ((twin.bytes, live.bytes), (twin.count, live.count))
+            )
+            live = replace(live, bytes=size, count=count)
+        tensors.append(live)
+    return tuple(sorted(tensors, key=lambda live: (-live.bytes, live.name)))

@@ -1,0 +1,365 @@
+"""Questions about a training step of one model: what it takes on which mesh, machine and batch.
+
+What an answer is made of is kept for the next one, by what it depends on: captured steps by model and batch, programs
+also by mesh, plan, costs and passes. Of many equal layers few are built (`capture/depth.py`), twice, and the whole step
+follows from the two: each layer more adds the same seconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshweave.build import CapturedStep, Progress, Target, build_captured, capture_step
+from meshweave.capture.batch import Batch, call_model
+from meshweave.capture.contract import Contract
+from meshweave.capture.depth import Omitted, find_equal_layers, shortened
+from meshweave.capture.optimizer_groups import optimizer_of
+from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
+from meshweave.capture.step import CaptureOptions, Precision, StepSource
+from meshweave.cost.hardware import MachineProfile, load_profile
+from meshweave.cost.simulate.frameworks import MESHWEAVE, Framework, framework_named
+from meshweave.cost.simulate.growth import Place, deepened, grown_figure, is_steady
+from meshweave.cost.simulate.result import Simulation, Span
+from meshweave.errors import MeshweaveError
+from meshweave.ir.graph import StepGraph, copied_graph
+from meshweave.ir.liveness import peak_bytes
+from meshweave.ir.mesh import Mesh
+from meshweave.passes import PassList, Prefetch, Recompute, pass_list_of
+from meshweave.passes.options import PassesArgument
+from meshweave.pipeline import PipelineArgument, PipelineChoice
+from meshweave.place.plan_text import plan_of
+from meshweave.place.plans import Plan, Resolved
+from meshweave.place.resolve import resolve
+from meshweave.program import Program
+from meshweave.whatif import simulate
+
+_MOST_KEPT = 32  # captured steps, and programs, each of a few layers: some MB
+_LEAST_PERIODS = 2  # of equal layers that are built: the first and the last
+_WORTH = 1.5  # times as many layers as are built, from which on it is worth it
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepQuestion:
+    """A step whose program is asked for: batch, mesh, plan and costs (`target`), how it is captured, its passes."""
+
+    example: Any
+    target: Target
+    options: CaptureOptions
+    pass_list: PassList
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """What of the batch enters a captured step: shapes, dtypes, and what is no tensor."""
+        batch = Batch.of(self.example)
+        return batch.shapes, tuple(tensor.dtype for tensor in batch.tensors), tuple(batch.rest.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a step takes. `program` is that of the step, or of one with fewer equal layers; the model has
+    `num_parameters`. `before`: what the step takes without the passes over its rank graphs; None if there are none."""
+
+    simulation: Simulation
+    program: Program
+    num_parameters: int
+    before: Simulation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Depth:
+    """The model, or one with fewer equal layers (`omitted`: those that it lacks): as source, what its optimizer does,
+    and the names of the whole model's parts in it."""
+
+    source: StepSource
+    optimizer: OptimizerSpec | None
+    omitted: Omitted | None = None
+    twins: Mapping[str, str] = field(default_factory=dict)
+
+    def place_of(self, span: Span) -> Place:
+        """What a span belongs to and is, the same for models of any depth."""
+        module = span.module if self.omitted is None else self.omitted.place_of(span.module)
+        what = (span.action, span.microbatch, span.phase, span.op, span.group, span.layout, span.bytes, span.flops)
+        return Place(module, what)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Values by what they depend on, compared with ==: the latest few."""
+
+    values: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        for known, value in self.values:
+            if known == key:
+                return value  # type: ignore[no-any-return]
+        value = make()
+        self.values = [*self.values[1 - _MOST_KEPT :], (key, value)]
+        return value
+
+
+class Study:
+    """A model, its loss and its optimizer, about whose training step questions are asked.
+
+        study = mw.Study(model, loss=loss, optimizer=optimizer)
+        study.simulate(batch, mesh="fsdp=64", profile="h100", framework="torchtitan")
+
+    model, loss, optimizer, forward: as for `mw.compile`; the model may be on the meta device, and is not changed.
+    progress: called with each stage of the compilation as it begins. Raises the errors of `mw.compile`, and
+    CaptureError for an optimizer that `mw.register_update` does not know.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Callable[[Any, Any], Any],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        forward: Callable[[nn.Module, Any], Any] = call_model,
+        progress: Progress = lambda stage: None,
+    ) -> None:
+        single = optimizer_of(optimizer)
+        spec = None if single is None else read_optimizer(single, model)
+        self.progress = progress
+        self._whole = _Depth(StepSource(model, loss, forward), spec)
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._layers = find_equal_layers(model)
+        self._depths = dict[int, _Depth]()
+        self._steps, self._programs = _Kept(), _Kept()
+        self._contracts = dict[Omitted | None, Contract]()  # of the step for the last batch, which the next is like
+        self._decided = _Kept()  # for ops, by mesh and costs
+
+    def simulate(
+        self,
+        example: Any,
+        *,
+        mesh: Mesh | str | Mapping[str, int],
+        profile: MachineProfile | str,
+        plan: Plan | str | None = None,
+        passes: PassesArgument = "default",
+        memory_cap_bytes: int | None = None,
+        accumulate: int = 1,
+        pipeline: PipelineArgument = None,
+        clip_grad_norm: float | None = None,
+        precision: Precision | torch.dtype | None = None,
+        framework: str | Framework = MESHWEAVE,
+        every_layer: bool = False,
+        **how: Any,
+    ) -> Simulation:
+        """A training step on a machine, present or not: time, exposed communication with its reasons, memory.
+
+        example: a batch with the global shapes and dtypes. mesh, plan, accumulate, pipeline, clip_grad_norm, precision,
+            memory_cap_bytes: as for `mw.compile`. passes: too, as text or list; "default" are those of the framework.
+        profile: the machine, by which moves are chosen, too. framework and further arguments: as for `mw.simulate`.
+        every_layer: True: all layers are built, and spans are those of the whole step; else equal layers are, where
+            the step follows from few, and a note says so.
+
+        Raises the errors of `mw.compile` and `mw.simulate`.
+        """
+        its = framework_named(framework) if isinstance(framework, str) else framework
+        costs = load_profile(profile) if isinstance(profile, str) else profile
+        listed = its.passes_with(passes) if isinstance(passes, str) else passes
+        question = StepQuestion(
+            example=example,
+            target=Target(Mesh.of(mesh), plan_of(plan), costs),
+            options=CaptureOptions(
+                clip_grad_norm=clip_grad_norm,
+                accumulate=accumulate,
+                precision=Precision.of(precision),
+                pipeline=PipelineChoice.of(pipeline),
+            ),
+            pass_list=pass_list_of(listed, memory_cap_bytes=memory_cap_bytes),
+        )
+        return self.answer(question, profile, framework=its, every_layer=every_layer, **how).simulation
+
+    def answer(
+        self,
+        question: StepQuestion,
+        profile: MachineProfile | str,
+        *,
+        framework: Framework,
+        every_layer: bool = False,
+        **how: Any,
+    ) -> Answer:
+        """What the step takes on the machine of `profile`; `how` is passed on to `whatif.simulate`. Of equal layers few
+        are built where the step follows from them: not with `every_layer`, passes that search among programs, a
+        pipeline, buckets of some bytes (which span layers), memory that decides where gradients are added up, a plan
+        that treats equal layers differently."""
+        question, how = self._in_framework(question, framework), {**how, "framework": framework}
+        buckets = framework.buckets if how.get("buckets") is None else how["buckets"]
+        if not every_layer and not isinstance(buckets, int) and self._has_regular_layers(question):
+            try:
+                return self._from_few(question, profile, how)
+            except _NotRegular as reason:
+                self.progress(f"all layers: {reason}")
+            except MeshweaveError:  # the whole model says what is wrong with it, if anything is
+                self.progress("all layers")
+        program, _ = self._program(self._whole, question)
+        simulation = simulate(program, profile, **how)
+        has_passes = program.roles is not program.expanded or bool(program.optimized.variants)
+        before = simulate(program.as_expanded, profile, **how) if has_passes else None
+        return Answer(simulation=simulation, before=before, program=program, num_parameters=self._num_parameters)
+
+    def _in_framework(self, question: StepQuestion, framework: Framework) -> StepQuestion:
+        """The step with gradients of microbatches where the framework adds them up, unless it says or the plan does."""
+        target, precision = question.target, question.options.precision
+        is_open = resolve(target.plan, self._whole.source.model, target.mesh).accumulate_in == "auto"
+        if framework.accumulate_in == "auto" or precision.accumulate_in != "auto" or not is_open:
+            return question
+        precision = replace(precision, accumulate_in=framework.accumulate_in)
+        return replace(question, options=replace(question.options, precision=precision))
+
+    def _has_regular_layers(self, question: StepQuestion) -> bool:
+        """Whether the step has so many equal layers that building few of them is worth it, and adds nothing but
+        theirs."""
+        passes, layers = question.pass_list, self._layers
+        is_regular = all(isinstance(each, Recompute | Prefetch) for each in passes.passes)
+        is_plain = is_regular and passes.memory_cap_bytes is None and question.options.pipeline is None
+        return layers is not None and is_plain and layers.num_periods >= _WORTH * (3 * _LEAST_PERIODS + 3)
+
+    def _from_few(self, question: StepQuestion, profile: MachineProfile | str, how: Mapping[str, Any]) -> Answer:
+        """The answer from models with few periods of the equal layers: of more and more, until the last two add the
+        same."""
+        layers = self._layers
+        assert layers is not None
+        self._check_plan(question)
+        fits = self._fits_of(question)
+        programs, found = list[Program](), list[Simulation]()
+        for number in count(_LEAST_PERIODS):
+            if sum(range(_LEAST_PERIODS, number + 1)) * _WORTH > layers.num_periods:
+                raise _NotRegular("each layer more adds something else")
+            programs.append(self._program(self._depth(number), question, fits)[0])
+            if len(programs[-1].roles) > 1:
+                raise _NotRegular("layers are on different devices")
+            found.append(simulate(programs[-1], profile, **how))
+            if is_steady(found[-3:]):
+                break
+        places = self._depth(number - 1).place_of, self._depth(number).place_of
+        microbatches, program = question.options.accumulate, programs[-1]
+        simulation = deepened(found[-2], found[-1], layers.num_periods - number, microbatches, places)
+        notes = [text for text in simulation.notes if text != program.accumulation]  # which has bytes of few layers
+        if microbatches > 1:
+            where = "in shards" if program.placement.accumulate_in == "shards" else "whole"
+            notes.append(f"gradients of {microbatches} microbatches are added up {where}")
+        notes.append(
+            f"{number * layers.period} of {layers.count} equal layers ({layers.path}) were built: each of the others "
+            "adds the same"
+        )
+        simulation = replace(simulation, notes=tuple(notes))
+        return Answer(simulation=simulation, program=program, num_parameters=self._num_parameters)
+
+    def _depth(self, number: int) -> _Depth:
+        """The model with so many periods of its equal layers."""
+        assert self._layers is not None
+        if number not in self._depths:
+            shorter = shortened(self._whole.source.model, self._layers, number * self._layers.period)
+            source, optimizer = replace(self._whole.source, model=shorter.model), self._whole.optimizer
+            spec = None if optimizer is None else optimizer.renamed(shorter.names)
+            self._depths[number] = _Depth(source, spec, shorter.omitted, shorter.twins)
+        return self._depths[number]
+
+    def _check_plan(self, question: StepQuestion) -> None:
+        """Raise _NotRegular if the plan says something else of one of the equal layers than of the others."""
+        target, depth = question.target, self._depth(_LEAST_PERIODS)
+        whole, few = (resolve(target.plan, source.model, target.mesh) for source in (self._whole.source, depth.source))
+        if whole.staged or whole.homes or _by_twins(whole, depth.twins) != _by_twins(few, {}):
+            raise _NotRegular("the plan treats equal layers differently")
+
+    def _fits_of(self, question: StepQuestion) -> tuple[bool, ...]:
+        """What memory answers with all layers where it decides how gradients of microbatches are added up. Raises
+        _NotRegular where it has room for some gathers of parameters, which are then made once a step, but not for all.
+        """
+        room = question.pass_list.room(question.target.costs)
+        known: tuple[bool, ...] = ()
+        if question.options.accumulate == 1 or room is None:
+            return known
+        assert self._layers is not None
+        numbers = _LEAST_PERIODS, _LEAST_PERIODS + 1
+        times = self._layers.num_periods - numbers[1]
+        while True:
+            built = [self._program(self._depth(number), question, known) for number in numbers]
+            asked = zip(*(memory.peaks for _, memory in built), strict=True)
+            fits = tuple(grown_figure(low, high, times) <= room for low, high in asked)
+            guesses = (*known, *[True] * len(fits))
+            wrong = next((i for i, fit in enumerate(fits) if fit != guesses[i]), None)
+            if wrong is None:
+                break
+            known = fits[: wrong + 1]
+        low, high = (max(map(peak_bytes, program.roles)) for program, _ in built)
+        if fits[0] and grown_figure(low, high, times) > room:
+            raise _NotRegular("there is memory for some parameters to be gathered once a step")
+        return known
+
+    def _program(
+        self, depth: _Depth, question: StepQuestion, known: tuple[bool, ...] | None = None
+    ) -> tuple[Program, _FitAnswers]:
+        """The program of a step, at most once, and what it asked of memory; `known` answers to the first questions, the
+        others fit. Without them the machine's memory decides."""
+        key = depth.omitted, question.batch, question.target, question.options, question.pass_list, known
+        return self._programs.get(key, lambda: self._built(depth, question, known))
+
+    def _built(
+        self, depth: _Depth, question: StepQuestion, known: tuple[bool, ...] | None
+    ) -> tuple[Program, _FitAnswers]:
+        target, options, memory = question.target, question.options, _FitAnswers(known or ())
+        resolved = resolve(target.plan, depth.source.model, target.mesh)
+        self.progress("capture")
+        captured = replace(options, pipeline=None)
+        key = depth.omitted, question.batch, tuple(resolved.pins), captured, target.own_parts
+
+        def capture() -> CapturedStep:
+            like, own_parts = self._contracts.get(depth.omitted), target.own_parts
+            return capture_step(depth.source, question.example, depth.optimizer, resolved, captured, own_parts, like)
+
+        given = self._steps.get(key, capture)
+        self._contracts[depth.omitted] = given.step.contract
+        decided = self._decided.get((target.mesh, target.costs), dict[Any, Any])
+        target = replace(target, decided=decided, fits=None if known is None else memory.fits)
+        return build_captured(_copied(given), resolved, target, options, question.pass_list, self.progress), memory
+
+
+@dataclass(slots=True)
+class _FitAnswers:
+    """Answers whether a step fits in memory: `known` ones, then yes; and keeps the peaks, in bytes, that were asked."""
+
+    known: tuple[bool, ...]
+    peaks: list[int] = field(default_factory=list)
+
+    def fits(self, peak: int) -> bool:
+        self.peaks.append(peak)
+        return self.known[len(self.peaks) - 1] if len(self.peaks) <= len(self.known) else True
+
+
+class _NotRegular(Exception):
+    """Why a step does not follow from steps with fewer layers."""
+
+
+def _copied(given: CapturedStep) -> CapturedStep:
+    """The captured step with graphs of its own, in which stages can be numbered."""
+    step = given.step
+    ahead = None if step.ahead is None else _copied_graph(step.ahead)
+    return replace(given, step=replace(step, captured=_copied_graph(step.captured), ahead=ahead))
+
+
+def _copied_graph(step: StepGraph) -> StepGraph:
+    return StepGraph(copied_graph(step.graph), step.inputs, step.outputs, step.constants)
+
+
+def _by_twins(resolved: Resolved, twins: Mapping[str, str]) -> tuple[set[Any], ...]:
+    """What a plan says of modules and parameters, each by the name of its twin."""
+
+    def of(name: str) -> str:
+        return twins.get(name, name)
+
+    return (
+        {(of(name), *dims.items()) for name, dims in resolved.shards.items()},
+        {(of(name), side, constraint) for name, side, constraint in resolved.pins},
+        {of(name) for name in resolved.kept},
+    )
