@@ -25,7 +25,7 @@ from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Precision, StepSource
 from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.frameworks import MESHWEAVE, Framework, framework_named
-from meshweave.cost.simulate.growth import Place, deepened, grown_figure, is_steady
+from meshweave.cost.simulate.growth import Place, PlaceOf, deepened, grown_figure, has_steady_pattern, is_steady
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import StepGraph, copied_graph
@@ -42,6 +42,7 @@ from meshweave.whatif import simulate
 
 _MOST_KEPT = 32  # captured steps, and programs, each of a few layers: some MB
 _LEAST_PERIODS = 2  # of equal layers that are built: the first and the last
+_LEAST_STEPS = 3  # of different depths, from which on it shows whether they grow by the same
 _WORTH = 1.5  # times as many layers as are built, from which on it is worth it
 T = TypeVar("T")
 
@@ -190,11 +191,10 @@ class Study:
     ) -> Answer:
         """What the step takes on the machine of `profile`; `how` is passed on to `whatif.simulate`. Of equal layers few
         are built where the step follows from them: not with `every_layer`, passes that search among programs, a
-        pipeline, buckets of some bytes (which span layers), memory that decides where gradients are added up, a plan
-        that treats equal layers differently."""
+        pipeline, a plan that treats equal layers differently, and not where each layer more adds something else, as
+        with buckets of some bytes that span layers."""
         question, how = self._in_framework(question, framework), {**how, "framework": framework}
-        buckets = framework.buckets if how.get("buckets") is None else how["buckets"]
-        if not every_layer and not isinstance(buckets, int) and self._has_regular_layers(question):
+        if not every_layer and self._has_regular_layers(question):
             try:
                 return self._from_few(question, profile, how)
             except _NotRegular as reason:
@@ -222,7 +222,11 @@ class Study:
         passes, layers = question.pass_list, self._layers
         is_regular = all(isinstance(each, Recompute | Prefetch) for each in passes.passes)
         is_plain = is_regular and passes.memory_cap_bytes is None and question.options.pipeline is None
-        return layers is not None and is_plain and layers.num_periods >= _WORTH * (3 * _LEAST_PERIODS + 3)
+        return (
+            layers is not None
+            and is_plain
+            and layers.num_periods >= _WORTH * sum(range(_LEAST_PERIODS, _LEAST_PERIODS + _LEAST_STEPS))
+        )
 
     def _from_few(self, question: StepQuestion, profile: MachineProfile | str, how: Mapping[str, Any]) -> Answer:
         """The answer from models with few periods of the equal layers: of more and more, until the last two add the
@@ -231,19 +235,24 @@ class Study:
         assert layers is not None
         self._check_plan(question)
         fits = self._fits_of(question)
-        programs, found = list[Program](), list[Simulation]()
+        programs, found, places = list[Program](), list[Simulation](), list[PlaceOf]()
         for number in count(_LEAST_PERIODS):
             if sum(range(_LEAST_PERIODS, number + 1)) * _WORTH > layers.num_periods:
                 raise _NotRegular("each layer more adds something else")
-            programs.append(self._program(self._depth(number), question, fits)[0])
+            depth = self._depth(number)
+            programs.append(self._program(depth, question, fits)[0])
             if len(programs[-1].roles) > 1:
                 raise _NotRegular("layers are on different devices")
             found.append(simulate(programs[-1], profile, **how))
-            if is_steady(found[-3:]):
-                break
-        places = self._depth(number - 1).place_of, self._depth(number).place_of
+            places.append(depth.place_of)
+            if len(found) >= _LEAST_STEPS:
+                latest = found[-_LEAST_STEPS:]
+                if not has_steady_pattern(latest, places[-_LEAST_STEPS:]):
+                    raise _NotRegular("each layer more is in other buckets")
+                if is_steady(latest):
+                    break
         microbatches, program = question.options.accumulate, programs[-1]
-        simulation = deepened(found[-2], found[-1], layers.num_periods - number, microbatches, places)
+        simulation = deepened(found[-2], found[-1], layers.num_periods - number, microbatches, places[-2:])
         notes = [text for text in simulation.notes if text != program.accumulation]  # which has bytes of few layers
         if microbatches > 1:
             where = "in shards" if program.placement.accumulate_in == "shards" else "whole"

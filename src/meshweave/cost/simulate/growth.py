@@ -28,11 +28,21 @@ PlaceOf = Callable[[Span], Place]
 
 def is_steady(steps: Sequence[Simulation]) -> bool:
     """Whether three steps, each of them larger by the same, grow by the same: in seconds, in all and exposed."""
-    if len(steps) < 3:
-        return False
     of_all = ([step.seconds, *(role.exposed_seconds for role in step.roles)] for step in steps)
     rounding = _ROUNDING * steps[-1].seconds
     return all(abs((c - b) - (b - a)) <= rounding for a, b, c in zip(*of_all, strict=True))
+
+
+def has_steady_pattern(steps: Sequence[Simulation], places: Sequence[PlaceOf]) -> bool:
+    """Whether three models, each of them with a period of equal layers more, communicate more by the same: buckets of
+    some bytes may merge the communications of each layer in another way."""
+    low, middle, high = (_communications(step, place_of) for step, place_of in zip(steps, places, strict=True))
+    return middle - low == high - middle and not (low - middle or middle - high)
+
+
+def _communications(simulation: Simulation, place_of: PlaceOf) -> Counter[Place]:
+    """The communications that belong to a module, by place."""
+    return Counter(place_of(span) for span in simulation.spans if span.kind != "compute" and span.module)
 
 
 def grown_figure(low: float, high: float, times: float) -> float:
@@ -56,7 +66,7 @@ def grown(low: Simulation, high: Simulation, times: float, roles: tuple[RoleResu
 
 
 def deepened(
-    low: Simulation, high: Simulation, times: float, microbatches: int, places: tuple[PlaceOf, PlaceOf]
+    low: Simulation, high: Simulation, times: float, microbatches: int, places: Sequence[PlaceOf]
 ) -> Simulation:
     """The step of a model with more equal layers than `low` and `high`, judged by its own peak. `high` has one period
     of them more than `low`, for which its spans stand `times` more.
@@ -91,9 +101,7 @@ def _role(low: RoleResult, high: RoleResult, times: float) -> RoleResult:
     return replace(high, peak_bytes=round(grown_figure(low.peak_bytes, high.peak_bytes, times)), **totals)
 
 
-def _repeated(
-    low: Sequence[Span], high: Sequence[Span], times: int, places: tuple[PlaceOf, PlaceOf]
-) -> tuple[Span, ...]:
+def _repeated(low: Sequence[Span], high: Sequence[Span], times: int, places: Sequence[PlaceOf]) -> tuple[Span, ...]:
     """The spans of `high`: at every place the last of those that it has more than `low` stand for so many."""
     before = Counter(map(places[0], low))
     extra = Counter(map(places[1], high)) - before
