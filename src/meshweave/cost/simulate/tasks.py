@@ -149,12 +149,12 @@ class _TaskLowering:
     def stream(self, number: int) -> list[int]:
         """The tasks of a role's compute stream, action by action."""
         begun: dict[tuple[fx.Node, int], int] = {}
-        numbers, actions = list[int](), list[Action]()
+        numbers, actions, last = list[int](), list[Action](), self.schedule.last_microbatch
         for group in groups_of_actions(self.schedule.of_role[number]):
             parts = [[*self.items_of(number, action)] for action in group]
             turns = self.turns(number, group, parts)
             for at, item in in_turns(parts, turns, _name_of):
-                microbatch = min(group[at].microbatch, self.schedule.last_microbatch)
+                microbatch = min(group[at].microbatch, last)
                 numbers.append(self.add(self.task(number, item, microbatch)))
                 actions.append(group[at])
                 if isinstance(item, Kernel):
