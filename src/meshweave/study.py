@@ -319,11 +319,12 @@ class Study:
     ) -> tuple[Program, _FitAnswers]:
         target, options, memory = question.target, question.options, _FitAnswers(known or ())
         resolved = resolve(target.plan, depth.source.model, target.mesh)
-        self.progress("capture")
-        captured = replace(options, pipeline=None)
+        precision = replace(options.precision, accumulate_in="auto")
+        captured = replace(options, pipeline=None, precision=precision)  # neither enters a captured step
         key = depth.omitted, question.batch, tuple(resolved.pins), captured, target.own_parts
 
         def capture() -> CapturedStep:
+            self.progress("capture")
             like, own_parts = self._contracts.get(depth.omitted), target.own_parts
             return capture_step(depth.source, question.example, depth.optimizer, resolved, captured, own_parts, like)
 

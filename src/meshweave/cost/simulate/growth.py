@@ -12,7 +12,7 @@ from meshweave.cost.simulate.result import LiveTensor, RoleResult, Simulation, S
 from meshweave.cost.simulate.verdict import judged, memory_notes
 
 _TOTALS = ("compute_seconds", "communication_seconds", "exposed_seconds", "idle_seconds")
-_ROUNDING = 1e-6  # of the seconds of a step
+_ROUNDING = 1e-9  # of the seconds of a step
 
 
 class Place(NamedTuple):
