@@ -11,11 +11,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, StepGraph, origin_of, spec_of, tensor_inputs, with_ancestors
+from meshweave.ir.graph import Input, StepGraph, map_nodes, origin_of, spec_of, tensor_inputs, with_ancestors
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, RANDOM
@@ -123,6 +124,7 @@ class _TimeCut:
     ahead: dict[fx.Node, None] = field(default_factory=dict)
     couplings: list[Coupling] = field(default_factory=list)
     averaged: list[fx.Node] = field(default_factory=list)
+    decided: dict[Any, Assignment] = field(default_factory=dict)
     trained: set[fx.Node] = field(init=False)  # what other results than metrics need
 
     def __post_init__(self) -> None:
@@ -186,7 +188,16 @@ class _TimeCut:
         return Layout.replicated(self.mesh, len(spec_of(value).shape)) if value in self.ahead else self.layouts[value]
 
     def choose(self, node: fx.Node, operands: Sequence[fx.Node]) -> Assignment:
-        """The way to cut an op that needs the fewest values whole, fewest of all those that cannot be known ahead."""
+        """The way to cut an op that needs the fewest values whole, fewest of all those that cannot be known ahead;
+        decided once for equal nodes (the twins in repeated layers)."""
+        form = (node.target, str(map_nodes(node, lambda n: None)), node.meta["spec"])
+        known = (self.layout(value) for value in operands), (value in self.coupled for value in operands)
+        key = (*form, *map(spec_of, operands), *map(tuple, known), *map(operands.index, operands))
+        if key not in self.decided:
+            self.decided[key] = self.best(node, operands)
+        return self.decided[key]
+
+    def best(self, node: fx.Node, operands: Sequence[fx.Node]) -> Assignment:
         rule, specs = rule_over_time(node), list(map(spec_of, operands))
         layouts = list(map(self.layout, operands))
         options = candidates(rule, self.mesh, [(layout,) for layout in layouts], specs, result_specs(node))
