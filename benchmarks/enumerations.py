@@ -5,7 +5,7 @@
 
 `plan_enumerations.jsonl` has every plan that Aleph Alpha ran of Llama 13B, 30B and 65B on 64 A100 of 80 GB ("Efficient
 Parallelization Layouts for Large-Scale Distributed Model Training", arXiv 2311.05610): microbatch, tensor and pipeline
-parallelism, attention kernel, recomputation; seconds of a step, or that it ran out of memory. Nothing is fitted to a row.
+parallelism, attention kernel, recomputation; seconds of a step, or that it ran out of memory. Nothing is fitted.
 
 The trainer is modelled after its source, github.com/Aleph-Alpha/scaling (see TRAINER). A stage is linear in its layers,
 so a program of three short stages says what a microbatch takes and holds in the embedding, in a layer and in the head;
@@ -17,12 +17,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,8 @@ from meshweave.capture.optimizers import read_optimizer
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.result import MEMORY_ERROR, Simulation
-from meshweave.cost.simulate.stages import costs_of_stages
 from meshweave.engine.schedules import make_schedule, pipeline_times
+from meshweave.ir.layout import Layout
 from meshweave.passes import pass_list_of
 from meshweave.pipeline import PipelineChoice
 from meshweave.program import Program
@@ -66,6 +67,15 @@ TRAINER = [
     "sequence, and kept; model/layers/lm_head.py, losses/cross_entropy.py: every device has the logits of the whole "
     "vocabulary, and the loss in float32; its accuracy reads them again.",
     "Dropout is off; parameters of the plans beside those in the rows are the defaults of the configuration.",
+]
+NOT_EXPLAINED = [
+    "13B with FlashAttention-2 on two stages: a step grows with the microbatch by 4 s per sequence, six times the "
+    "bubble; with FlashAttention-1 it grows as the bubble does (recomputed, microbatches of 8: 73 s and 45 s).",
+    "13B with the fused softmax: runs out of memory as if it kept more than the probabilities. With eight sequences "
+    "and recomputation neither it nor torch's softmax ran, where we see no such memory.",
+    "65B, tp 8 with microbatches of 4: ran, and as fast as with sequence parallelism; by its memory, too, the sheet "
+    "may have a wrong label there.",
+    "Matmuls of narrow pieces (tp 4 and 8): the profile's rates are those of tiles and waves at the rate of 8192^3.",
 ]
 
 
@@ -113,7 +123,8 @@ class Row:
 
 
 class Norm(nn.Module):
-    """RMSNorm in 16 bits, op by op, or as a kernel."""
+    """RMSNorm op by op, as Meta's llama has it (github.com/meta-llama/llama, model.py: in float32), or as a kernel,
+    which reads, saves and writes as PyTorch's of layer_norm does."""
 
     def __init__(self, width: int, is_kernel: bool) -> None:
         super().__init__()
@@ -121,9 +132,9 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_kernel:
-            return F.rms_norm(x, self.weight.shape, self.weight, 1e-5)
-        out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return out.float().type_as(x) * self.weight
+            return F.layer_norm(x, self.weight.shape, self.weight)
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -134,42 +145,55 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Layer(nn.Module):
     """`kernel`: of attention, as in the rows. Without FlashAttention every layer has a mask of its own."""
 
-    def __init__(self, width: int, inner: int, heads: int, kernel: str, length: int) -> None:
+    def __init__(self, row: Row) -> None:
         super().__init__()
-        self.heads, self.kernel = heads, kernel
+        _, width, inner, heads = MODELS[row.model]
+        kernel, self.heads, self.row = row.kernel, heads, row
+        self.scattered: Layout | None = None  # how a result lies with sequence parallelism
         self.norm_1, self.norm_2 = (Norm(width, "RMS" in kernel) for _ in range(2))
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
         if kernel == "torch":
-            self.register_buffer("mask", torch.empty(length, length))
+            self.register_buffer("mask", torch.empty(row.seq, row.seq))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, self.heads, -1).chunk(3, dim=-1)
+        q, k, v = self.qkv(self.entering(self.norm_1(x))).view(batch, length, self.heads, -1).chunk(3, dim=-1)
         q, k, v = (t.transpose(1, 2) for t in (rotated(q, cos, sin), rotated(k, cos, sin), v))
         mixed = self.attention(q, k, v).transpose(1, 2).reshape(batch, length, width)
-        x = x + self.out(mixed)
-        h = self.norm_2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        x = x + self.leaving(self.out(mixed))
+        h = self.entering(self.norm_2(x))
+        return x + self.leaving(self.down(F.silu(self.gate(h)) * self.up(h)))
+
+    def entering(self, x: Tensor) -> Tensor:
+        """Whole on every device of tensor parallelism, and so kept; the gradient is added up."""
+        return mw.replicate(x, "tp") if self.row.tp > 1 else x
+
+    def leaving(self, x: Tensor) -> Tensor:
+        """Added up over tensor parallelism, or with sequence parallelism scattered; its gradient is whole."""
+        if self.scattered is not None:
+            return mw.move(x, self.scattered)
+        return mw.reduction(x, "tp") if self.row.tp > 1 else x
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """`fused`: a kernel that scales, masks and takes the softmax, which reads and writes as the softmax alone."""
-        if "flash" in self.kernel:
+        """`torch`: op by op, as Meta's llama has it, the softmax in float32; the matmul scales. `fused`: a kernel that
+        scales, masks and takes the softmax, which reads and writes as the softmax alone."""
+        if "flash" in self.row.kernel:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         scores = q @ k.transpose(-1, -2)
-        if self.kernel == "torch":
-            scores = scores * q.shape[-1] ** -0.5 + self.mask
+        if self.row.kernel == "torch":
+            return (scores.float() + self.mask).softmax(-1).type_as(q) @ v
         return scores.softmax(-1) @ v
 
 
 class Llama(nn.Module):
     def __init__(self, layers: int, row: Row) -> None:
         super().__init__()
-        _, width, inner, heads = MODELS[row.model]
+        _, width, _, heads = MODELS[row.model]
         self.tp = row.tp
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Layer(width, inner, heads, row.kernel, row.seq) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(row) for _ in range(layers))
         self.norm, self.head = Norm(width, "RMS" in row.kernel), nn.Linear(width, VOCABULARY, bias=False)
         table = torch.empty(row.seq, 1, width // heads)
         self.register_buffer("cos", table)
@@ -195,12 +219,16 @@ def short_program(row: Row, profile: MachineProfile) -> Program:
     with torch.device("meta"):
         model = Llama(FIRST + MIDDLE + LAST, row).to(torch.bfloat16)
     dp = GPUS_PER_NODE // row.tp
+    mesh = mw.Mesh(f"pp=3,dp={dp}" + f",tp={row.tp}" * (row.tp > 1))
     plan = mw.Plan.dp("dp") + mw.Plan.stages("pp", layout=f"Et*{FIRST}|t*{MIDDLE}|t*{LAST}L")
     if row.tp > 1:
         columns = dict.fromkeys(("layers.*.qkv", "layers.*.gate", "layers.*.up", "head"), "colwise")
         plan += mw.Plan.tp("tp", {**columns, **dict.fromkeys(("layers.*.out", "layers.*.down", "embed"), "rowwise")})
     if row.sequence_parallel:
         plan += mw.Plan.sequence_parallel("tp")
+        for number, layer in enumerate(model.layers):
+            stage = (number >= FIRST) + (number >= FIRST + MIDDLE)
+            layer.scattered = Layout.parse("[{dp}, {tp}, {}]", mesh.at(pp=stage))
     ids = torch.empty(row.microbatch * dp * MICROBATCHES, row.seq, dtype=torch.long, device="meta")
     optimizer = read_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
     options = CaptureOptions(
@@ -208,7 +236,6 @@ def short_program(row: Row, profile: MachineProfile) -> Program:
         precision=mw.Precision(accumulate_in="whole"),
         pipeline=PipelineChoice.of("1f1b"),
     )
-    mesh = mw.Mesh(f"pp=3,dp={dp}" + f",tp={row.tp}" * (row.tp > 1))
     recompute = "full" if row.checkpointing == "every_layer" else "none"
     return build_program(
         StepSource(model, loss),
@@ -258,6 +285,19 @@ def seconds_of(simulation: Simulation, role: int, action: str) -> float:
     return kernels + sum(s.exposed_seconds for s in spans if s.kind == "collective")
 
 
+def held_by_microbatch(simulation: Simulation, role: int) -> float:
+    """Bytes that a role holds of a microbatch from forward to backward: between the begins of two actions, of which the
+    first is forward, before anything is freed."""
+    actions = [("forward", 1), ("forward", 2)], [("forward", 0), ("forward", 1)], [("forward", 0), ("backward", 0)]
+    curve = simulation.roles[role].memory
+    levels = []
+    for action, microbatch in actions[role]:
+        spans = (s for s in simulation.spans if s.role == role and (s.action, s.microbatch) == (action, microbatch))
+        begin = min(s.start for s in spans if s.kind == "compute")
+        levels.append(curve[bisect_left(curve, (begin, 0)) - 1][1])
+    return float(levels[1] - levels[0])
+
+
 @lru_cache(maxsize=4)
 def program_of(key: Row) -> Program:
     return short_program(key, load_profile("a100"))
@@ -268,12 +308,11 @@ def parts_of(key: Row) -> Parts:
     """`key`: a row without what the parts do not depend on."""
     program = program_of(key if "flash_attentionv1" not in key.kernel else Row(**{**vars(key), "kernel": FLASH}))
     simulation = simulate(program, machine(key.kernel), fusion="eager")
-    held = costs_of_stages(program.roles, load_profile("a100")).memory.activation
     stages = [
         Part(
             seconds_of(simulation, stage, "forward"),
             seconds_of(simulation, stage, "backward"),
-            held[stage],
+            held_by_microbatch(simulation, stage),
             float(simulation.roles[stage].persistent_bytes),
         )
         for stage in range(3)
@@ -283,9 +322,7 @@ def parts_of(key: Row) -> Parts:
         simulation.roles[stage].peak_bytes - 2 * part.parameters - (3 - stage) * part.activation
         for stage, part in enumerate(stages)
     ]
-    return Parts(
-        stages[0].plus(layer, -FIRST), layer, stages[2].plus(layer, -LAST), (beside[1], beside[0], beside[2])
-    )
+    return Parts(stages[0].plus(layer, -FIRST), layer, stages[2].plus(layer, -LAST), (beside[1], beside[0], beside[2]))
 
 
 FLASH = "flash_attention2"
@@ -336,16 +373,17 @@ def predicted(row: Row) -> Predicted:
             F=[stage.forward for stage in stages],
             B=[stage.backward for stage in stages],
             W=0.0,
-            comm=message(row, profile),
+            comm=messages(row, profile),
             blocking_messages=True,
         ).step_s
     return Predicted(seconds + max(tails), max(tails), max(peaks), profile.usable_bytes)
 
 
-def message(row: Row, profile: MachineProfile) -> float:
-    """Seconds of the activations of a microbatch from a stage to the next."""
+def messages(row: Row, profile: MachineProfile) -> list[float]:
+    """Seconds of the activations of a microbatch from each stage to the next."""
     sequence = row.seq // row.tp if row.sequence_parallel else row.seq
-    return profile.transfer_seconds(0, row.dp * row.tp, 2.0 * row.microbatch * sequence * MODELS[row.model][1])
+    size, apart = 2.0 * row.microbatch * sequence * MODELS[row.model][1], row.dp * row.tp
+    return [profile.transfer_seconds(apart * stage, apart * (stage + 1), size) for stage in range(row.pp - 1)]
 
 
 def end_of_step(row: Row, profile: MachineProfile, parameters: float) -> tuple[float, float, float]:
@@ -393,8 +431,8 @@ class Sheet:
 
     @property
     def chosen(self) -> tuple[Row, Predicted]:
-        """The fastest plan in prediction, of those that fit or may."""
-        fitting = [pair for pair in self.rows if pair[1].fit != "no"] or self.rows
+        """The fastest plan in prediction, of those that do not need more than a device has."""
+        fitting = [pair for pair in self.rows if pair[1].peak_bytes <= pair[1].room] or self.rows
         return min(fitting, key=lambda pair: pair[1].seconds)
 
     @property
@@ -415,6 +453,25 @@ class Sheet:
         return Counter(("ran" if row.step_s is not None else "out of memory", its.fit) for row, its in self.rows)
 
     @property
+    def cells(self) -> list[str]:
+        """The figures of the sheet, as in the table."""
+        rank, regret = self.rank_correlation, self.regret
+        return [
+            "" if rank != rank else f"{rank:.2f}",
+            self.chosen[0].plan,
+            "out of memory" if regret == float("inf") else f"{regret:.1%}",
+            f"{median(self.errors):+.1%}",
+            f"{self.right} of {len(self.rows)}",
+            " / ".join(str(self.fits["ran", said]) for said in ("yes", "may", "no")),
+            " / ".join(str(self.fits["out of memory", said]) for said in ("no", "may", "yes")),
+        ]
+
+    @property
+    def in_order(self) -> list[tuple[Row, Predicted]]:
+        """The rows that ran by their seconds, then the others by those predicted."""
+        return sorted(self.rows, key=lambda pair: (pair[0].step_s is None, pair[0].step_s or pair[1].seconds))
+
+    @property
     def right(self) -> int:
         """Plans of which it is right on which side of the memory they are."""
         return sum((its.peak_bytes <= its.room) == (row.step_s is not None) for row, its in self.rows)
@@ -430,14 +487,9 @@ def sheets(wanted: str, path: Path = ROWS) -> list[Sheet]:
 
 
 def show(sheet: Sheet) -> None:
-    row, its = sheet.chosen
     print(f"\n{sheet.name}: {len(sheet.rows)} plans, {len(sheet.ran)} ran")
-    print(
-        f"  rank correlation {sheet.rank_correlation:.2f}, chosen {row.plan}, regret {sheet.regret:.1%}, median error "
-        f"{median(sheet.errors):+.1%}, memory right {sheet.right} of {len(sheet.rows)}: "
-        + ", ".join(f"{a} / {b} {n}" for (a, b), n in sorted(sheet.fits.items()))
-    )
-    for row, its in sorted(sheet.rows, key=lambda pair: pair[0].step_s or 1e9 + pair[1].seconds):
+    print(f"  {' | '.join(sheet.cells)}")
+    for row, its in sheet.in_order:
         ran = "out of memory" if row.step_s is None else f"{row.step_s:.1f} s ({row.step_s / its.seconds - 1:+.1%})"
         print(
             f"    {row.plan}: {its.seconds:.1f} of {ran}, end {its.tail:.2f} s, {its.peak_bytes / GIB:.1f} of "
@@ -445,13 +497,83 @@ def show(sheet: Sheet) -> None:
         )
 
 
+def wrong_memory(found: Sequence[Sheet]) -> list[str]:
+    """The plans of which the memory is on the wrong side, those that are furthest off first."""
+    pairs = [(sheet, row, its) for sheet in found for row, its in sheet.rows]
+    wrong = [each for each in pairs if (each[2].peak_bytes <= each[2].room) != (each[1].step_s is not None)]
+    wrong.sort(key=lambda each: -abs(each[2].peak_bytes - each[2].room))
+    return [
+        f"| {sheet.name} | {row.plan} | {'ran' if row.step_s is not None else 'out of memory'} "
+        f"| {its.peak_bytes / GIB:.1f} ({its.peak_bytes / its.room - 1:+.1%}) | {its.fit} |"
+        for sheet, row, its in wrong
+    ]
+
+
+def slowest_and_fastest(sheet: Sheet) -> list[str]:
+    """The two plans whose seconds are furthest off."""
+    worst = sorted(sheet.ran, key=lambda each: -abs(each[2] / each[1].seconds - 1))[:2]
+    return [
+        f"| {sheet.name} | {row.plan} | {seconds:.1f} | {its.seconds:.1f} | {seconds / its.seconds - 1:+.1%} |"
+        for row, its, seconds in worst
+    ]
+
+
+def write(found: Sequence[Sheet], took: float) -> None:
+    rows, right = sum(len(sheet.rows) for sheet in found), sum(sheet.right for sheet in found)
+    errors = [error for sheet in found for error in sheet.errors]
+    lines = [
+        "# Whole enumerations of plans, predicted",
+        "",
+        f"`python benchmarks/enumerations.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, in {took:.0f} s. "
+        f"{rows} plans (four are there twice), {len(errors)} of which ran. Nothing is fitted to a row.",
+        "",
+        f"Seconds of those that ran: median error {median(map(abs, errors)):.1%}, bias {mean(errors):+.1%} (+: "
+        f"too fast). Memory on the right side of what a device has: {right} of {rows}.",
+        "",
+        "Rank correlation (Spearman) is over the plans that ran. Regret: by how much the plan that is predicted to be "
+        "the fastest of those that fit was slower than the best. Memory: what became of a plan / what was "
+        f"said; *may* is within {MEMORY_ERROR:.0%} of what a device has, and counts by its side.",
+        "",
+        "| sheet | plans | ran | rank correlation | chosen | regret | median error | memory right "
+        "| ran: yes / may / no | out of memory: no / may / yes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *(f"| {sheet.name} | {len(sheet.rows)} | {len(sheet.ran)} | {' | '.join(sheet.cells)} |" for sheet in found),
+        "",
+        "## Memory on the wrong side",
+        "",
+        "| sheet | plan | | predicted GiB | said |",
+        "|---|---|---|---|---|",
+        *wrong_memory(found),
+        "",
+        "## Furthest off in each sheet",
+        "",
+        "| sheet | plan | seconds | predicted | error |",
+        "|---|---|---|---|---|",
+        *(line for sheet in found for line in slowest_and_fastest(sheet)),
+        "",
+        "## What is not explained",
+        "",
+        *(f"- {text}" for text in NOT_EXPLAINED),
+        "",
+        "## The trainer",
+        "",
+        "After github.com/Aleph-Alpha/scaling, src/scaling/core (the rows are of 2023, this source of 2024):",
+        "",
+        *(f"- {text}" for text in TRAINER),
+    ]
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     began = time.perf_counter()
     found = sheets(wanted)
+    took = time.perf_counter() - began
     for sheet in found:
         show(sheet)
-    print(f"\n{sum(len(sheet.rows) for sheet in found)} plans in {time.perf_counter() - began:.0f} s")
+    print(f"\n{sum(len(sheet.rows) for sheet in found)} plans in {took:.0f} s")
+    if not wanted:
+        write(found, took)
 
 
 if __name__ == "__main__":
