@@ -524,7 +524,7 @@ def write(found: Sequence[Sheet], took: float) -> None:
     lines = [
         "# Whole enumerations of plans, predicted",
         "",
-        f"`python benchmarks/enumerations.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, in {took:.0f} s. "
+        f"`python benchmarks/enumerations.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {took:.0f} s. "
         f"{rows} plans (four are there twice), {len(errors)} of which ran. Nothing is fitted to a row.",
         "",
         f"Seconds of those that ran: median error {median(map(abs, errors)):.1%}, bias {mean(errors):+.1%} (+: "
