@@ -75,6 +75,8 @@ NOT_EXPLAINED = [
     "and recomputation neither it nor torch's softmax ran, where we see no such memory.",
     "65B, tp 8 with microbatches of 4: ran, and as fast as with sequence parallelism; by its memory, too, the sheet "
     "may have a wrong label there.",
+    "13B: FlashAttention-1, the fused and torch's softmax are slower than FlashAttention-2 by the same 5 to 6 ms for "
+    "each layer and sequence beyond what their kernels take: perhaps an older trainer.",
     "Matmuls of narrow pieces (tp 4 and 8): the profile's rates are those of tiles and waves at the rate of 8192^3.",
 ]
 
@@ -486,6 +488,14 @@ def sheets(wanted: str, path: Path = ROWS) -> list[Sheet]:
     return [Sheet(name, list(its.items())) for name, its in sorted(found.items())]
 
 
+def by_model(found: Sequence[Sheet]) -> list[Sheet]:
+    """The sheets of a model as one: with all kernels, recomputation and sequence parallelism."""
+    rows: dict[str, list[tuple[Row, Predicted]]] = {}
+    for sheet in found:
+        rows.setdefault(f"**{sheet.rows[0][0].model}**", []).extend(sheet.rows)
+    return [Sheet(name, pairs) for name, pairs in rows.items()]
+
+
 def show(sheet: Sheet) -> None:
     print(f"\n{sheet.name}: {len(sheet.rows)} plans, {len(sheet.ran)} ran")
     print(f"  {' | '.join(sheet.cells)}")
@@ -537,7 +547,10 @@ def write(found: Sequence[Sheet], took: float) -> None:
         "| sheet | plans | ran | rank correlation | chosen | regret | median error | memory right "
         "| ran: yes / may / no | out of memory: no / may / yes |",
         "|---|---|---|---|---|---|---|---|---|---|",
-        *(f"| {sheet.name} | {len(sheet.rows)} | {len(sheet.ran)} | {' | '.join(sheet.cells)} |" for sheet in found),
+        *(
+            f"| {sheet.name} | {len(sheet.rows)} | {len(sheet.ran)} | {' | '.join(sheet.cells)} |"
+            for sheet in (*by_model(found), *found)
+        ),
         "",
         "## Memory on the wrong side",
         "",
@@ -571,6 +584,8 @@ def main() -> None:
     took = time.perf_counter() - began
     for sheet in found:
         show(sheet)
+    for sheet in by_model(found):
+        print(f"{sheet.name}: {' | '.join(sheet.cells)}")
     print(f"\n{sum(len(sheet.rows) for sheet in found)} plans in {took:.0f} s")
     if not wanted:
         write(found, took)

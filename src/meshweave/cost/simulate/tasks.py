@@ -42,6 +42,9 @@ from meshweave.ir.work import Matmul, MemoryWork, Work
 
 Starts = dict[int, int]  # role -> its start, as a task
 ANY_STAGE = -1  # of what the stages of a role do together
+# Merged reductions are waited for as a whole, where the last of their gradients is: FSDP waits for a block's when it
+# issues the next one (torch 2.13, _fsdp_param_group.py: post_backward), DDP and Megatron at the end of backward.
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,16 +281,18 @@ class _TaskLowering:
             copy = self.collective(key, roles, [self.tasks[each[roles[0]]] for _, each in bucket])
         copy, host = self.split(copy)
         task = self.add(copy)
+        waiting = list[int]()
         for _, each in bucket:
             senders, takers = self.ends(kind, key, each)
             self.needs[task] += senders
             for start in senders if kind == "transfer" and self.is_blocking else ():
                 if start in self.following:
                     self.needs[self.following[start]].append(task)
-            for start in takers:
-                if start in self.waits:
-                    self.needs[self.waits[start]].append(task)
-                    self.lengthen(self.waits[start], host)
+            waiting += [self.waits[start] for start in takers if start in self.waits]
+        is_reduced = len(bucket) > 1 and copy.op in _REDUCTIONS
+        for wait in [max(waiting)] if is_reduced and waiting else waiting:
+            self.needs[wait].append(task)
+            self.lengthen(wait, host)
         waits = [(s, self.waits[s]) for _, each in bucket for s in each.values() if s in self.waits]
         if self.buckets == "blocks" and kind == "group" and waits:
             self.flat.append(tuple(waits))
