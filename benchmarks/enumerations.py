@@ -20,7 +20,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import mean, median
@@ -52,6 +52,7 @@ MODELS = {  # layers, width, width of the MLP, heads
     "llama-30B": (60, 6656, 17920, 52),
     "llama-65B": (80, 8192, 22016, 64),
 }
+FLASH = "flash_attention2"
 ATTENTION = {"flash_attentionv1.0.8": "flash1"}  # the others run FlashAttention-2, or no kernel of the profile
 FIRST, MIDDLE, LAST = 4, 2, 2  # layers of the three stages that are built: the peak of the first is in its layers
 MICROBATCHES = 6  # of the short pipeline; the fourth is neither filling nor draining it
@@ -275,7 +276,7 @@ class Parts:
     beside: tuple[float, float, float]
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)
 def machine(kernel: str) -> MachineProfile:
     return load_profile("a100").with_attention(ATTENTION.get(kernel, "flash2")).with_update("foreach")
 
@@ -308,7 +309,7 @@ def program_of(key: Row) -> Program:
 @lru_cache(maxsize=256)
 def parts_of(key: Row) -> Parts:
     """`key`: a row without what the parts do not depend on."""
-    program = program_of(key if "flash_attentionv1" not in key.kernel else Row(**{**vars(key), "kernel": FLASH}))
+    program = program_of(replace(key, kernel=FLASH) if key.kernel in ATTENTION else key)
     simulation = simulate(program, machine(key.kernel), fusion="eager")
     stages = [
         Part(
@@ -327,12 +328,8 @@ def parts_of(key: Row) -> Parts:
     return Parts(stages[0].plus(layer, -FIRST), layer, stages[2].plus(layer, -LAST), (beside[1], beside[0], beside[2]))
 
 
-FLASH = "flash_attention2"
-
-
 def key_of(row: Row) -> Row:
-    only = {"global_batch": 0, "pp": 3, "dp": GPUS_PER_NODE // row.tp, "status": "", "step_s": None}
-    return Row(**{**vars(row), **only})
+    return replace(row, global_batch=0, pp=3, dp=GPUS_PER_NODE // row.tp, status="", step_s=None)
 
 
 # A plan: its stages on the clock of pipelines, and what the trainer does at the end of a step.
@@ -482,7 +479,9 @@ class Sheet:
 def sheets(wanted: str, path: Path = ROWS) -> list[Sheet]:
     found: dict[str, dict[Row, Predicted]] = {}
     rows = [Row(**json.loads(line)) for line in path.read_text().splitlines()]
-    for row in sorted(rows, key=lambda row: str(key_of(row)).replace("flash_attentionv1.0.8", FLASH)):
+    for row in sorted(
+        rows, key=lambda row: str(key_of(replace(row, kernel=FLASH) if row.kernel in ATTENTION else row))
+    ):
         if wanted in row.sheet:
             found.setdefault(row.sheet, {})[row] = predicted(row)  # 226 rows, of which a few are there twice
     return [Sheet(name, list(its.items())) for name, its in sorted(found.items())]
