@@ -71,6 +71,7 @@ def simulate(
         title=title,
         buckets=its.buckets if buckets is None else buckets,
         narrow_messages=its.narrow_messages,
+        blocking_messages=its.blocking_messages,
         keeps_every_second_matmul=program.recompute == "selective",
     )
     few = None if every_microbatch else simulate_few(program.roles, machine, options)

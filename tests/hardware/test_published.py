@@ -194,7 +194,7 @@ def test_flash_attention_2_is_as_much_faster_than_1_as_published(keys: int) -> N
 def test_an_attention_kernel_that_the_profile_lacks_is_named() -> None:
     with pytest.raises(MeshweaveError, match="no attention kernel 'flash9'") as error:
         load_profile("a100").with_attention("flash9")
-    assert error.value.expected == "one of flash2, triton"
+    assert error.value.expected == "one of flash2, triton, flash1"
     assert load_profile("h100").with_attention("cudnn").name == "h100 cudnn"
 
 

@@ -103,6 +103,53 @@ def test_each_schedule_trains_as_one_device(name: str, mesh: str, optimizer: str
     assert_equal(found, on_one_device(optimizer, clip))
 
 
+class Attending(nn.Module):
+    """Attention written out, with a number where the mask is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return x + (q @ k.transpose(1, 2)).masked_fill(self.mask, -1e4).softmax(-1) @ v
+
+
+class Attentions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(Attending() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_recomputed_constants_are_where_they_are_used() -> None:
+    """The number that all layers set is one node: recomputed, it must not draw their backward to the first stage."""
+    losses = []
+    pipelined: dict[str, Any] = {"pipeline": "1f1b", "accumulate": 4}
+    for mesh, options in (("", dict[str, Any]()), ("pp=2", pipelined)):
+        torch.manual_seed(0)
+        model = Attentions().double()
+        step = mw.compile(
+            model,
+            loss=lambda out, batch: out.square().mean(),
+            example=(torch.randn(8, 3, 8, dtype=torch.float64),),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            mesh=mesh,
+            profile="alpha-beta",
+            passes="recompute=full",
+            **options,
+        )
+        batches = torch.randn(3, 8, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        losses.append([float(step((batch,))) for batch in batches])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_any_number_of_microbatches(microbatches: int) -> None:
     found = trained("pp=2", microbatches=microbatches, pipeline="zbv")

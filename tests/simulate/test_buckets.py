@@ -84,6 +84,18 @@ def test_what_is_gathered_as_one_is_copied_out_once(program: Program) -> None:
     assert waits == pytest.approx([3e-6 + moved / (3.35e12 * 0.89)] * BLOCKS)
 
 
+def test_gradients_that_are_reduced_as_one_are_waited_for_with_the_last_of_them() -> None:
+    """A block is reduced over replicas while the next one computes: all but the last are hidden. The first of its
+    gradients would be waited for at the begin of the next block."""
+    program = compiled(prefetch=1, mesh="dp=2,fsdp=8")
+    found = simulate(program, load_profile("h100").scaled(net_bandwidth=0.5), fusion="eager", buckets="blocks")
+    reductions = [s for s in found.spans if s.kind == "collective" and s.phase == "backward" and "reduce" in s.op]
+    *others, last = sorted(reductions, key=lambda span: span.start)
+    assert len(reductions) == BLOCKS
+    assert sum(span.exposed_seconds for span in others) < 0.05 * sum(span.seconds for span in others)
+    assert last.exposed_seconds > 0.5 * last.seconds
+
+
 def members(kinds: str, waits: dict[int, int] | None = None) -> list[Member]:
     """Collectives of 100 bytes; a letter is the module, in upper case a reduction."""
     graph, found = fx.Graph(), []

@@ -13,8 +13,9 @@ from meshweave.build import Target, build_program
 from meshweave.capture.step import CaptureOptions, StepSource
 from meshweave.cost.hardware import load_profile
 from meshweave.cost.simulate.result import Simulation
+from meshweave.cost.simulate.stages import costs_of_stages
 from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
-from meshweave.engine.schedules.generators import make_schedule
+from meshweave.engine.schedules import make_schedule, pipeline_times
 from meshweave.engine.sections import sections_of_roles
 from meshweave.errors import MeshweaveError
 from meshweave.program import Program
@@ -110,3 +111,21 @@ def test_a_tied_weight_is_sent_once_for_forward_and_backward() -> None:
     shape = (WIDTH, WIDTH)
     sent = [made for made in program.roles[0].transfers.values() if made.spec.shape == shape]
     assert len(sent) == 2  # the weight to the last stage, its gradient back
+
+
+@pytest.mark.parametrize(("depth", "count"), [(2, 8), (4, 12)])
+def test_stages_that_wait_for_what_they_send_take_as_long_as_schedules_say(depth: int, count: int) -> None:
+    """A message takes half as long as forward. The clock of schedules has no links that messages share."""
+    program, machine = stages(depth), load_profile("h100")
+    times = costs_of_stages(program.roles, machine).times
+    machine = machine.scaled(node_bandwidth=2 * times.comm[0] / times.forward[0], latency=1e-9)
+    times = costs_of_stages(program.roles, machine).times
+    schedule = make_schedule("1f1b", depth, count)
+    found, expected = list[float](), list[float]()
+    for is_blocking in (False, True):
+        options = SimulateOptions(microbatches=count, pipeline=schedule, blocking_messages=is_blocking)
+        found.append(simulate_roles(program.roles, machine, options).seconds)
+        seconds = {"F": times.forward, "B": times.input, "W": times.weight, "comm": times.comm}
+        expected.append(pipeline_times(schedule, **seconds, blocking_messages=is_blocking).step_s)
+    assert found == pytest.approx(expected, rel=0.07)
+    assert found[1] > 1.05 * found[0]

@@ -129,12 +129,13 @@ def _by_stage(whole: Sections, has_parts: bool) -> Sections:
         kinds[node] = kinds[node.all_input_nodes[0]]  # a part of the step ends what it has begun
     kinds = {n: kind for n, kind in kinds.items() if kind in ("total", "update") or not is_wait_for_send(whole.role, n)}
     stages: dict[fx.Node, int] = {}
+    known = [*_without_rows(whole.role, kinds)]  # these are where they are used
+    others = set(kinds).difference(known)
     for node, kind in kinds.items():
-        operands = [stages[n] for n in node.all_input_nodes if n in stages and kinds[n] == kind]
+        its = others if node in others else kinds
+        operands = [stages[n] for n in node.all_input_nodes if n in stages and n in its and kinds[n] == kind]
         pick = max if kind in ("unshard", "forward") else min
         stages[node] = pick([origin_of(node).stage, *operands])
-    known = [*_without_rows(whole.role, kinds)]
-    others = set(kinds).difference(known)
     own = [stages[node] for node in others if kinds[node] in ("forward", "backward")]
     first = min(own, default=0)
     stages.update((node, first) for node in numbers)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import torch
 from torch import fx
 
 from meshweave.ir.graph import Spec, StepGraph, spec_of, tensor_inputs
@@ -19,6 +20,9 @@ from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.place.assign import Price
+
+# What may be between backward and a sum.
+_PATHS = VIEWS | CASTS | {torch.ops.meshweave.round_parts.default}
 
 
 @dataclass(slots=True)
@@ -43,7 +47,7 @@ class Sums:
                 so_far, gradient = (first, second) if is_first else (second, first)
                 self.operands[value] = so_far, gradient
                 self.of_gradient.setdefault(gradient, []).append(value)
-                while len(tensor_inputs(gradient)) == 1 and (gradient.target in VIEWS or gradient.target in CASTS):
+                while len(tensor_inputs(gradient)) == 1 and gradient.target in _PATHS:
                     self.paths.add(gradient)
                     (gradient,) = tensor_inputs(gradient)
                 self.parts.add(gradient)

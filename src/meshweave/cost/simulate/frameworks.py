@@ -19,7 +19,9 @@ class Framework:
     fusion, buckets: as in `whatif.simulate`; a fusion of None is the machine profile's. attention: kernels by
     preference, of which a machine takes the first that its profile has. update: "fused" or "foreach", see
     `MachineProfile.with_update`. narrow_messages: what of the operands of matmuls in a smaller dtype is gathered in
-    that dtype. accumulate_in: as in `Precision`. passes: text as for `compile`, those that stand for its own schedule.
+    that dtype. blocking_messages: a stage of a pipeline that sends waits until its message is there, and computes
+    nothing meanwhile, where a device has a single stage. accumulate_in: as in `Precision`. passes: text as for
+    `compile`, those that stand for its own schedule.
     source: where each of them is found.
     """
 
@@ -29,6 +31,7 @@ class Framework:
     update: str = "fused"
     buckets: Buckets = "none"
     narrow_messages: NarrowMessages = "all"
+    blocking_messages: bool = False
     accumulate_in: Literal["auto", "whole", "shards"] = "auto"
     passes: str = "default"
     source: str = ""
@@ -63,6 +66,7 @@ class Framework:
             f"gradients of microbatches {'as memory allows' if self.accumulate_in == 'auto' else self.accumulate_in}",
             f"of float8 matmuls {self.narrow_messages} gathered in float8",
             f"passes {self.passes}",
+            *(["stages wait for what they send"] if self.blocking_messages else []),
         ]
         return f"as {self.name}: {', '.join(parts)}"
 
@@ -74,12 +78,14 @@ _MEGATRON = Framework(
     attention=("cudnn", "flash2"),
     buckets=160_000_000,
     narrow_messages="parameters",
+    blocking_messages=True,
     accumulate_in="whole",
     passes="prefetch=1",
     source="Transformer Engine's fused norms, activations and attention (cuDNN), FusedAdam; "
     "Megatron-LM core/distributed/distributed_data_parallel.py: buckets of max(40 million, 1 million per rank) "
     "parameters, in float32 main_grad, reduced once a step; distributed optimizer with overlap_param_gather; "
-    "Megatron-Bridge training/mixed_precision.py: fp8_param_gather, activations in 16 bits",
+    "core/pipeline_parallel/p2p_communication.py: waits for every send and receive (but in interleaved schedules with "
+    "overlap_p2p_comm); Megatron-Bridge training/mixed_precision.py: fp8_param_gather, activations in 16 bits",
 )
 FRAMEWORKS = {
     each.name: each
@@ -116,10 +122,11 @@ FRAMEWORKS = {
             attention=("flash2", "cudnn"),
             buckets=100_000_000,
             narrow_messages="none",
+            blocking_messages=True,
             accumulate_in="shards",
             passes="prefetch=1",
             source="DeepSpeed runtime/zero/config.py: stage3_prefetch_bucket_size of 5e7 elements, in 16 bits; stage 3 "
-            "reduces in every microbatch; ops/adam: FusedAdam",
+            "reduces in every microbatch; ops/adam: FusedAdam; runtime/pipe/p2p.py: send, recv",
         ),
         Framework(
             name="nanotron",
@@ -127,10 +134,12 @@ FRAMEWORKS = {
             attention=("flash2", "cudnn"),
             buckets=25 * 2**20,
             narrow_messages="none",
+            blocking_messages=True,
             accumulate_in="whole",
             passes="none",
             source="nanotron optim/gradient_accumulator.py: float32 sums, reduced once a step; ZeRO-1; "
-            "torch_adam_is_fused; buckets of DistributedDataParallel; FlashAttention-2",
+            "torch_adam_is_fused; buckets of DistributedDataParallel; FlashAttention-2; parallel/pipeline_parallel/"
+            "p2p.py waits for what it sends",
         ),
     )
 }

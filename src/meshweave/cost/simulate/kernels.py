@@ -40,7 +40,7 @@ _AFTER = 1e-4  # a kernel comes after what it reads: positions of nodes are inte
 class Kernel:
     """A launch. `nodes` in their order (without views), `position` among the positions of the role's nodes. `reads` and
     `writes` are the nodes whose values it reads from and leaves in device memory; values that only its own ops use stay
-    in registers."""
+    in registers. What it reads may be a view, such as one of several results of an op."""
 
     nodes: tuple[fx.Node, ...]
     position: float
@@ -326,7 +326,7 @@ def _with_equal_merged(local: Local, same: Mapping[fx.Node, fx.Node]) -> Local:
 
 def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], local: Local) -> Kernel:
     inside = set(group.nodes)
-    reads = dict.fromkeys(x for n in group.nodes for x in grouping.sources[n] if x not in inside)
+    reads = tuple(dict.fromkeys(x for n in group.nodes for x in _read_nodes(n, inside, grouping)))
     writes = [
         n for n in group.nodes if n in returned or any(reader not in inside for reader in grouping.readers.get(n, ()))
     ]
@@ -341,10 +341,19 @@ def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], loca
         if kinds[0] == "matmul":  # with a bias
             product = group.nodes[0]
             works = work_of(product, operand_values(product, local.values), local.values[product])
-            return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes))
+            return Kernel(tuple(group.nodes), group.position, works, reads, tuple(writes))
         kind = next((k for k in ("reduction", "gather", "random") if k in kinds), "pointwise")
         works = (memory_work(kind, operands, [x for n in writes for x in local.values[n]]),)
-    return Kernel(tuple(group.nodes), group.position, works, tuple(reads), tuple(writes) or tuple(group.nodes[-1:]))
+    writes = writes or group.nodes[-1:]
+    return Kernel(tuple(group.nodes), group.position, works, reads, tuple(writes))
+
+
+def _read_nodes(node: fx.Node, inside: set[fx.Node], grouping: _Fusion) -> Iterable[fx.Node]:
+    """The operands of an op that its kernel does not compute, or what it reads instead."""
+    for operand in (n for n in node.all_input_nodes if n.target not in SYMBOLS):
+        for base in grouping.bases.get(operand, (operand,)):
+            kept = grouping.remade.get((node, base), (operand,))
+            yield from (x for x in kept if base not in inside and x not in inside)
 
 
 def _read_values(node: fx.Node, inside: set[fx.Node], grouping: _Fusion, local: Local) -> Iterable[Value]:

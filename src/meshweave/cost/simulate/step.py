@@ -38,6 +38,7 @@ class SimulateOptions:
     tokens: of the whole batch, for tokens/s. title: for reports.
     buckets: which collectives are merged, as in systems that flatten parameters (see `simulate.buckets`).
     narrow_messages: what of the operands of such matmuls is gathered in their dtype.
+    blocking_messages: a stage that sends waits until its message is there (see `Framework`).
     keeps_every_second_matmul: the step recomputes with policy "selective", for which eager mode stores results whether
     or not they are read (see `simulate.storage_intervals`).
     """
@@ -50,6 +51,7 @@ class SimulateOptions:
     title: str = ""
     buckets: Buckets = "none"
     narrow_messages: NarrowMessages = "all"
+    blocking_messages: bool = False
     keeps_every_second_matmul: bool = False
 
 
@@ -63,7 +65,8 @@ def simulate_roles(
     profile.check_mesh(roles[0].mesh)
     fusion = options.fusion or default_fusion(profile)
     dtype = None if options.matmul_dtype is None else NarrowDtype(options.matmul_dtype, options.narrow_messages)
-    tasks = lower_tasks(roles, profile, fusion, options.microbatches, options.pipeline, dtype, options.buckets)
+    count, blocking = options.microbatches, options.blocking_messages
+    tasks = lower_tasks(roles, profile, fusion, count, options.pipeline, dtype, options.buckets, blocking)
     times = times_of(tasks, profile.compute_slowdown)
     exposure = exposure_of(tasks, times)
     holding = LifetimeRules(fusion, options.keeps_every_second_matmul)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +32,7 @@ from meshweave.engine.pairs import (
     key_of_pair,
     turns_of_pair,
 )
-from meshweave.engine.sections import Kind, Sections
+from meshweave.engine.sections import PASSES, Kind, Sections
 from meshweave.engine.task_graph import TaskGraph
 from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT, transfer
 from meshweave.ir.graph import origin_of
@@ -41,6 +42,9 @@ from meshweave.ir.work import Matmul, MemoryWork, Work
 
 Starts = dict[int, int]  # role -> its start, as a task
 ANY_STAGE = -1  # of what the stages of a role do together
+# Merged reductions are waited for as a whole, where the last of their gradients is: FSDP waits for a block's when it
+# issues the next one (torch 2.13, _fsdp_param_group.py: post_backward), DDP and Megatron at the end of backward.
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,15 +112,18 @@ class _TaskLowering:
     narrow: Sequence[Narrow] = ()
     buckets: Buckets = "none"
     fusion: Fusion = "ops"
+    blocking_messages: bool = False
     priced: dict[str, SimulatedTask] = field(default_factory=dict)  # of transfers, by key
     tasks: list[SimulatedTask] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
     waits: dict[int, int] = field(default_factory=dict)  # start -> its wait
+    following: dict[int, int] = field(default_factory=dict)  # a task of a role -> the next of its stream
     paired: dict[PairKey, PairTurns] = field(default_factory=dict)
     flat: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
     def run(self) -> Tasks:
         streams = [self.stream(i) for i in range(len(self.graphs))]
+        self.following = {task: after for stream in streams for task, after in pairwise(stream)}
         roles = tuple(replace(role, tasks=tuple(stream)) for role, stream in zip(self.roles, streams, strict=True))
         names = [f"compute {i}" if len(self.graphs) > 1 else "compute" for i in range(len(self.graphs))]
         lines: dict[Any, list[tuple[int, Channel, Starts]]] = {}
@@ -274,13 +281,18 @@ class _TaskLowering:
             copy = self.collective(key, roles, [self.tasks[each[roles[0]]] for _, each in bucket])
         copy, host = self.split(copy)
         task = self.add(copy)
+        waiting = list[int]()
         for _, each in bucket:
             senders, takers = self.ends(kind, key, each)
             self.needs[task] += senders
-            for start in takers:
-                if start in self.waits:
-                    self.needs[self.waits[start]].append(task)
-                    self.lengthen(self.waits[start], host)
+            for start in senders if kind == "transfer" and self.is_blocking else ():
+                if start in self.following:
+                    self.needs[self.following[start]].append(task)
+            waiting += [self.waits[start] for start in takers if start in self.waits]
+        is_reduced = len(bucket) > 1 and copy.op in _REDUCTIONS
+        for wait in [max(waiting)] if is_reduced and waiting else waiting:
+            self.needs[wait].append(task)
+            self.lengthen(wait, host)
         waits = [(s, self.waits[s]) for _, each in bucket for s in each.values() if s in self.waits]
         if self.buckets == "blocks" and kind == "group" and waits:
             self.flat.append(tuple(waits))
@@ -297,6 +309,13 @@ class _TaskLowering:
         operand = sum(self.bytes_of(self.tasks[start]) for _, starts in bucket for start in starts.values())
         size = int(2 * (operand + task.received))
         return self.profile.compute_seconds(MemoryWork("copy", size, size // 2, torch.uint8))
+
+    @property
+    def is_blocking(self) -> bool:
+        """Whether senders wait for their messages; not where a role has several stages, of which another goes on."""
+        stages = [{action.stage for action in its if action.name in PASSES} for its in self.schedule.of_role]
+        is_single = all(len(own) == 1 for own in stages)
+        return self.blocking_messages and self.schedule.is_pipelined and is_single
 
     def bytes_of(self, start: SimulatedTask) -> float:
         """A device's operand bytes in a collective; 0 for a transfer."""
@@ -431,14 +450,16 @@ def lower_tasks(
     pipeline: Schedule | None = None,
     matmul_dtype: NarrowDtype | None = None,
     buckets: Buckets = "none",
+    blocking_messages: bool = False,
 ) -> Tasks:
     """The tasks of a step on a machine. `pipeline`: the schedule of its stages, if they work on several microbatches at
-    a time; for `buckets` see `simulate.buckets`."""
+    a time; for `buckets` see `simulate.buckets`. `blocking_messages`: what is sent from stage to stage is waited for
+    before the sender goes on."""
     check_buckets(buckets)
     sections, actions = scheduled(graphs, pipeline, microbatches)
     roles = [role_tasks(its, profile, fusion) for its in sections]
     narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
-    return _TaskLowering(graphs, profile, roles, actions, narrow, buckets, fusion).run()
+    return _TaskLowering(graphs, profile, roles, actions, narrow, buckets, fusion, blocking_messages).run()
 
 
 def pair_turns(
