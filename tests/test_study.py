@@ -200,6 +200,13 @@ def test_errors_name_what_is_wrong_with_the_whole_model(study: mw.Study) -> None
         study.simulate(batch_of(8), mesh="fsdp=8", profile="no-such-machine")
 
 
+def test_a_step_that_cannot_be_is_refused_before_it_is_built(study: mw.Study) -> None:
+    with pytest.raises(MeshweaveError, match="too large"):
+        study.simulate(batch_of(8), mesh="fsdp=8192,tp=64", profile="h100")
+    with pytest.raises(PlanError, match="clip_grad_norm"):
+        mw.Study(Model(2), loss=loss_of).simulate(batch_of(8), mesh="dp=2", profile="h100", clip_grad_norm=1.0)
+
+
 def test_an_optimizer_of_groups_is_that_of_the_layers_that_are_built() -> None:
     with torch.device("meta"):
         model = Model()

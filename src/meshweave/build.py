@@ -113,7 +113,7 @@ def build_program(
     """Capture, place, plan, expand, optimize; the verifier runs after each stage and after every pass of `pass_list`.
     `progress(stage)` is called as a stage begins. `like` is a program of the same model whose state the new program
     shares: its choices and parameter layouts are kept. Raises MeshError for more than MAX_DEVICES devices."""
-    _check_size(target.mesh)
+    check_size(target.mesh)
     progress("capture")
     resolved = resolve(target.plan, source.model, target.mesh)
     known = None if like is None else like.contract
@@ -442,7 +442,8 @@ def _stored(inputs: PlanInputs, plan: Callable[[], Planned], progress: Progress)
     return planned, f"the program was built anew: {'; '.join(troubles)}" if troubles else ""
 
 
-def _check_size(mesh: Mesh) -> None:
+def check_size(mesh: Mesh) -> None:
+    """Raise MeshError for more than MAX_DEVICES devices."""
     if mesh.num_devices > MAX_DEVICES:
         raise MeshError(
             "the mesh is too large to be planned and proven",

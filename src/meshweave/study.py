@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshweave.build import CapturedStep, Progress, Target, build_captured, capture_step
+from meshweave.build import CapturedStep, Progress, Target, build_captured, capture_step, check_size
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
 from meshweave.capture.depth import Omitted, find_equal_layers, shortened
@@ -27,7 +27,7 @@ from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.frameworks import MESHWEAVE, Framework, framework_named
 from meshweave.cost.simulate.growth import Place, PlaceOf, deepened, grown_figure, has_steady_pattern, is_steady
 from meshweave.cost.simulate.result import Simulation, Span
-from meshweave.errors import MeshweaveError
+from meshweave.errors import MeshweaveError, PlanError
 from meshweave.ir.graph import StepGraph, copied_graph
 from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.mesh import Mesh
@@ -193,6 +193,9 @@ class Study:
         are built where the step follows from them: not with `every_layer`, passes that search among programs, a
         pipeline, a plan that treats equal layers differently, and not where each layer more adds something else, as
         with buckets of some bytes that span layers."""
+        check_size(question.target.mesh)
+        if question.options.clip_grad_norm is not None and self._whole.optimizer is None:
+            raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer= to mw.Study")
         question, how = self._in_framework(question, framework), {**how, "framework": framework}
         if not every_layer and self._has_regular_layers(question):
             try:
