@@ -25,7 +25,7 @@ from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Precision, StepSource
 from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.frameworks import MESHWEAVE, Framework, framework_named
-from meshweave.cost.simulate.growth import Place, PlaceOf, deepened, grown_figure, has_steady_pattern, is_steady
+from meshweave.cost.simulate.growth import SpanPlace, PlaceOf, deepened, grown_figure, has_steady_pattern, is_steady
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError, PlanError
 from meshweave.ir.graph import StepGraph, copied_graph
@@ -84,11 +84,11 @@ class _Depth:
     omitted: Omitted | None = None
     twins: Mapping[str, str] = field(default_factory=dict)
 
-    def place_of(self, span: Span) -> Place:
+    def place_of(self, span: Span) -> SpanPlace:
         """What a span belongs to and is, the same for models of any depth."""
         module = span.module if self.omitted is None else self.omitted.place_of(span.module)
         what = (span.action, span.microbatch, span.phase, span.op, span.group, span.layout, span.bytes, span.flops)
-        return Place(module, what)
+        return SpanPlace(module, what)
 
 
 @dataclass(slots=True)
@@ -238,7 +238,7 @@ class Study:
         assert layers is not None
         self._check_plan(question)
         fits = self._fits_of(question)
-        programs, found, places = list[Program](), list[Simulation](), list[PlaceOf]()
+        programs, simulations, places = list[Program](), list[Simulation](), list[PlaceOf]()
         for number in count(_LEAST_PERIODS):
             if sum(range(_LEAST_PERIODS, number + 1)) * _WORTH > layers.num_periods:
                 raise _NotRegular("each layer more adds something else")
@@ -246,16 +246,16 @@ class Study:
             programs.append(self._program(depth, question, fits)[0])
             if len(programs[-1].roles) > 1:
                 raise _NotRegular("layers are on different devices")
-            found.append(simulate(programs[-1], profile, **how))
+            simulations.append(simulate(programs[-1], profile, **how))
             places.append(depth.place_of)
-            if len(found) >= _LEAST_STEPS:
-                latest = found[-_LEAST_STEPS:]
+            if len(simulations) >= _LEAST_STEPS:
+                latest = simulations[-_LEAST_STEPS:]
                 if not has_steady_pattern(latest, places[-_LEAST_STEPS:]):
                     raise _NotRegular("each layer more is in other buckets")
                 if is_steady(latest):
                     break
         microbatches, program = question.options.accumulate, programs[-1]
-        simulation = deepened(found[-2], found[-1], layers.num_periods - number, microbatches, places[-2:])
+        simulation = deepened(simulations[-2], simulations[-1], layers.num_periods - number, microbatches, places[-2:])
         notes = [text for text in simulation.notes if text != program.accumulation]  # which has bytes of few layers
         if microbatches > 1:
             where = "in shards" if program.placement.accumulate_in == "shards" else "whole"

@@ -15,7 +15,7 @@ _TOTALS = ("compute_seconds", "communication_seconds", "exposed_seconds", "idle_
 _ROUNDING = 1e-9  # of the seconds of a step
 
 
-class Place(NamedTuple):
+class SpanPlace(NamedTuple):
     """What a span belongs to and is, in a model of any depth: equal for what two models have. `module` is None in
     layers between the first and the last ones."""
 
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     what: tuple[Any, ...]
 
 
-PlaceOf = Callable[[Span], Place]
+PlaceOf = Callable[[Span], SpanPlace]
 
 
 def is_steady(steps: Sequence[Simulation]) -> bool:
@@ -40,7 +40,7 @@ def has_steady_pattern(steps: Sequence[Simulation], places: Sequence[PlaceOf]) -
     return middle - low == high - middle and not (low - middle or middle - high)
 
 
-def _communications(simulation: Simulation, place_of: PlaceOf) -> Counter[Place]:
+def _communications(simulation: Simulation, place_of: PlaceOf) -> Counter[SpanPlace]:
     """The communications that belong to a module, by place."""
     return Counter(place_of(span) for span in simulation.spans if span.kind != "compute" and span.module)
 
@@ -116,10 +116,10 @@ def _repeated(low: Sequence[Span], high: Sequence[Span], times: int, places: Seq
     return tuple(spans)
 
 
-def _peaks(simulation: Simulation, role: RoleResult, place_of: PlaceOf) -> Mapping[tuple[Place, int], int]:
+def _peaks(simulation: Simulation, role: RoleResult, place_of: PlaceOf) -> Mapping[tuple[SpanPlace, int], int]:
     """The most bytes of a role during each of its kernels that has a place: by place, and the how many-th there."""
     times = [at for at, _ in role.memory]
-    peaks, counts = dict[tuple[Place, int], int](), dict[Place, int]()
+    peaks, counts = dict[tuple[SpanPlace, int], int](), dict[SpanPlace, int]()
     for span in simulation.spans:
         place = place_of(span)
         if span.kind != "compute" or span.role != role.index or place.module is None:
