@@ -25,7 +25,7 @@ from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Precision, StepSource
 from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.frameworks import MESHWEAVE, Framework, framework_named
-from meshweave.cost.simulate.growth import SpanPlace, PlaceOf, deepened, grown_figure, has_steady_pattern, is_steady
+from meshweave.cost.simulate.growth import PlaceOf, SpanPlace, deepened, grown_figure, has_steady_pattern, is_steady
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError, PlanError
 from meshweave.ir.graph import StepGraph, copied_graph
