@@ -66,7 +66,7 @@ def worker(config: Config, profile: str) -> None:
     import torch
 
     import meshweave as mw
-    from meshweave.capture.sources import load_source
+    from meshweave.cli.sources import load_source
     from meshweave.runtime.cluster import init_from_env, shutdown
 
     rank, _ = init_from_env()
