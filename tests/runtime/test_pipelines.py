@@ -433,7 +433,8 @@ def on_processes(pipe: Any, mesh: str, names: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("mesh", "names"),
     [
-        ("pp=4", "1f1b interleaved zbv dualpipev"),
+        ("pp=4", "1f1b zbv"),
+        pytest.param("pp=4", "interleaved dualpipev", marks=pytest.mark.slow),
         pytest.param("pp=2,dp=2", "gpipe zb-h2 zbv", marks=pytest.mark.slow),
         pytest.param("pp=2,tp=2", "v-half looped-bfs", marks=pytest.mark.slow),
     ],
