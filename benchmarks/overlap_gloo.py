@@ -208,7 +208,7 @@ def text_batches(config: Config, rank: int, num_ranks: int, count: int) -> Any:
 def measure(link: Link, config: Config, profile: str, is_quick: bool, folder: Path) -> dict[str, Any]:
     if not profile and not is_quick:
         profile = str(folder / "machine.toml")
-        print(link.run("-m", "meshweave", "calibrate", "-o", profile, "--quick"), flush=True)
+        print(link.run("-m", "meshweave", "calibrate", "-o", profile), flush=True)
     load = running()
     out = link.run(str(Path(__file__)), "--worker", json.dumps(asdict(config)), "--profile", profile)
     return {"link": link.name, "load": load, **json.loads(out.strip().splitlines()[-1])}

@@ -66,7 +66,7 @@ def worker(config: Config, profile: str) -> None:
     import torch
 
     import meshweave as mw
-    from meshweave.capture.sources import load_source
+    from meshweave.cli.sources import load_source
     from meshweave.runtime.cluster import init_from_env, shutdown
 
     rank, _ = init_from_env()
@@ -120,12 +120,10 @@ def split(simulation: Any) -> dict[str, float]:
 # The driver
 
 
-def measure(link: Link, configs: Sequence[Config], is_quick: bool, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """A row per configuration, and the calibration's own words."""
+def measure(link: Link, configs: Sequence[Config], folder: Path) -> list[dict[str, Any]]:
+    """A row per configuration."""
     file = folder / "machine.toml"
-    options = ["--quick"] if is_quick else []
-    said = link.run("-m", "meshweave", "calibrate", "-o", str(file), *options)
-    print(said, flush=True)
+    print(link.run("-m", "meshweave", "calibrate", "-o", str(file)), flush=True)
     rows = []
     for config in configs:
         arguments = json.dumps([config.hidden, config.layers, config.batch, config.seq, config.mesh])
@@ -135,7 +133,7 @@ def measure(link: Link, configs: Sequence[Config], is_quick: bool, folder: Path)
         rows.append({"link": link.name, "config": str(config), "mesh": config.mesh, "load": load, **found})
         print(line(rows[-1]), flush=True)
         print(f"    measured {_shown(found['measured'])}\n    modelled {_shown(found['modelled'])}", flush=True)
-    return rows, said
+    return rows
 
 
 def _shown(classes: dict[str, float]) -> str:
@@ -194,7 +192,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--quick", action="store_true", help="a quick calibration and three configurations")
+    parser.add_argument("--quick", action="store_true", help="three configurations")
     parser.add_argument("--only", choices=("loopback", "shaped"))
     parser.add_argument("--worker")
     parser.add_argument("--profile", default="")
@@ -210,8 +208,7 @@ def main() -> int:
     for name, link in links.items():
         if options.only in (None, name):
             with link() as held, tempfile.TemporaryDirectory() as folder:
-                found, _ = measure(held, CONFIGS[:3] if options.quick else CONFIGS, options.quick, Path(folder))
-                rows += found
+                rows += measure(held, CONFIGS[:3] if options.quick else CONFIGS, Path(folder))
     text = page(rows)
     print(text)
     if options.output:

@@ -54,7 +54,7 @@ def measure(
     this = str(Path(__file__))
     if not profile:
         began, profile = time.monotonic(), str(folder / f"machine{count}.toml")
-        calibrate = ("-m", "meshweave", "calibrate", "--quick", "-o", profile)
+        calibrate = ("-m", "meshweave", "calibrate", "-o", profile)
         print(link.run(*((this, "--coarse", profile) if is_quick else calibrate)), flush=True)
         print(f"calibrated in {time.monotonic() - began:.0f} s", flush=True)
     for compute, kind in product(computes, KINDS):

@@ -317,26 +317,23 @@ def coarse(output: Path) -> None:
     """A calibration of a few sizes, for --quick: matmuls, copies and links."""
     import torch
 
-    from meshweave.calibrate import QUICK, calibrate
+    from meshweave.calibrate import BRIEF, calibrate
     from meshweave.calibrate.ops import Effort
     from meshweave.runtime.cluster import init_from_env, shutdown
 
     rank, _ = init_from_env()
     kib = 1 << 10
     plan = replace(
-        QUICK,
+        BRIEF,
         ops=Effort(7, 0.2),
         links=Effort(9, 0.4),
         matmul_sizes=(64, 256, 1024),
         other_sizes=(64,),
-        held_out_shapes=((512, 512, 512), (256, 512, 1024), (128, 128, 512)),
         attention=((1, 4, 64, 64),),
         memory=(kib, 64 * kib, 1024 * kib, 16384 * kib),
-        held_out_memory=(256 * kib,),
         received=(kib, 64 * kib, 1024 * kib, 4096 * kib),
-        held_out_received=(256 * kib,),
     )
-    found = calibrate(plan, "coarse", "benchmarks/rings.py --quick", torch.device("cpu"))
+    text = calibrate(plan, "coarse", "benchmarks/rings.py --quick", torch.device("cpu"))
     if rank == 0:
-        output.write_text(found.text)
+        output.write_text(text)
     shutdown()

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import fx
 
 import meshweave as mw
-from meshweave.capture.sources import Source, load_source
+from meshweave.cli.sources import Source, load_source
 from meshweave.report.tables import bytes_text, moves_table, totals_table
 
 MODEL = "hf:llama?num_hidden_layers=4&hidden_size=144&num_attention_heads=4&intermediate_size=384"

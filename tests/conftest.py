@@ -31,6 +31,7 @@ def _prepare_to_run(config: pytest.Config) -> None:
     import torch
     from tests import processes
 
+    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives this process all cores
     torch.set_num_threads(1)
     config.pluginmanager.register(processes, "tests.processes")  # it has the fixture `start`
 
@@ -65,9 +66,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What a test, or a trainer that it runs, leaves in the environment is not there for the next."""
+    """What a test, or a trainer that it runs, leaves in the environment is not there for the next, nor are more
+    threads: processes that have more of them than cores wait in every small op for many times as long as it takes."""
+    import torch
+
     before = dict(os.environ)
     yield
+    torch.set_num_threads(1)
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)

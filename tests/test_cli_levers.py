@@ -66,8 +66,8 @@ def batch(found: dict[str, Any]) -> str:
 
 def test_activations_that_do_not_fit() -> None:
     options = ("--batch", "16", "--seq", "128")
-    model = MODEL.replace("layers=2", "layers=4")
-    levers = followed(model, "fsdp=2", 0.45 * peak(model, *options, mesh="fsdp=2"), *options)
+    model = MODEL.replace("vocab_size=512", "vocab_size=128")  # most of the memory is activations of layers
+    levers = followed(model, "fsdp=2", 0.7 * peak(model, *options, mesh="fsdp=2"), *options)
     assert [words.split()[0] for words in levers] == ["--passes", "--accumulate", "--mesh"]
     assert levers[2].startswith("--mesh fsdp=")
 

@@ -487,6 +487,7 @@ def job(pipe: Connection, kind: str, mesh: str, folder: str) -> dict[str, Any]:
     return {"worst": max(abs(a / b - 1) for a, b in losses)}
 
 
+@pytest.mark.slow_rows("branching-fsdp=2", "LAMB-fsdp=2", "Shampoo-fsdp=2")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("kind", "mesh"), [*((kind, "fsdp=2") for kind in KINDS), ("branching", "pp=2")])
 def test_on_two_processes(kind: str, mesh: str, start: Callable[..., Job], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ PACKAGE = Path(meshweave.errors.__file__).parent
 ROOMS = (
     "errors",
     "disk_cache",
+    "user_code",
     "search",
     "interop",
     "ir",

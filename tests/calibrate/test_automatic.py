@@ -29,8 +29,7 @@ from meshweave.ir.collectives import COLLECTIVES
 from meshweave.runtime.cluster import ClusterWorld, shutdown
 from meshweave.runtime.world import LocalWorld
 
-SHORT = replace(TINY, matmul_sizes=(16,), held_out_shapes=(), attention=((1, 2, 16, 16),), memory=(1 << 10,),
-                held_out_memory=(), held_out_received=())  # fmt: skip
+SHORT = replace(TINY, matmul_sizes=(16,), attention=((1, 2, 16, 16),), memory=(1 << 10,))
 TEXT = (_DATA / "cpu-gloo.toml").read_text(encoding="utf-8")
 
 
@@ -207,7 +206,7 @@ def job_profile_of_a_file(pipe: Connection, path: str) -> dict[str, Any]:
     origins = [costs_for(path, world).origin]
     automatic._MOST_DRIFT = 1e3  # type: ignore[misc]  # on a machine with other work
     automatic._LEAST_DRIFTS.update(gather=1e-3)
-    text = calibrate(SHORT, "machine", "meshweave calibrate", world.device, lambda stage: None).text
+    text = calibrate(SHORT, "machine", "meshweave calibrate", world.device, lambda stage: None)
     if dist.get_rank() == 0:
         Path(path).write_text(text)
     dist.barrier()

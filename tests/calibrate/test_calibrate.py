@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +24,12 @@ import meshweave as mw
 from meshweave.calibrate import MeasurementPlan, calibrate, links
 from meshweave.calibrate.automatic import with_links
 from meshweave.calibrate.cases import (
-    Grid,
     Pool,
     attention_cases,
     batched_cases,
+    launch_case,
     matmul_cases,
     memory_cases,
-    tiny_cases,
 )
 from meshweave.calibrate.figures import MachineFacts, Measurements, links_text, profile_text
 from meshweave.calibrate.links import MOST_SLOWDOWN, OPS, Contention, MeasuredLink, local_bytes_of, places
@@ -43,7 +43,7 @@ from meshweave.cost.hardware.volumes import bytes_received
 from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import COLLECTIVES
 from meshweave.ir.mesh import Mesh
-from meshweave.ir.work import MEMORY_KINDS, Attention, Matmul, MemoryWork
+from meshweave.ir.work import MEMORY_KINDS, Matmul, MemoryWork
 
 command = importlib.import_module("meshweave.cli.calibrate")  # its command has the module's own name
 CPU = torch.device("cpu")
@@ -54,13 +54,9 @@ TINY = MeasurementPlan(
     matmul_sizes=(16, 64),
     other_sizes=(32,),
     max_flops=1e6,
-    held_out_shapes=((24, 48, 32), (40, 24, 17)),
     attention=((1, 2, 16, 16), (1, 2, 64, 16)),
     memory=(1 << 10, 1 << 16, 1 << 18),
-    held_out_memory=(1 << 14,),
     received=(1 << 12, 1 << 16),
-    held_out_received=(1 << 14,),
-    is_quick=True,
 )
 MACHINE = MachineFacts(
     name="toy",
@@ -78,32 +74,25 @@ MACHINE = MachineFacts(
 
 def test_a_case_is_the_work_that_the_simulator_takes_it_for() -> None:
     pool = Pool(CPU, 32 * MIB)
-    cases = [
-        *matmul_cases(pool, [Grid(torch.float32, (16, 32), 1e5, ((7, 5, 3),))]),
-        *batched_cases(pool, torch.float32, True),
-        *attention_cases(pool, torch.float32, [(2, 3, 16, 8)], []),
+
+    def works(cases: Iterable[OpCase]) -> list[Any]:
+        return [RepeatedOp(case, 1, CPU).work for case in cases]
+
+    products = works(matmul_cases(pool, torch.float32, (16, 32), 5e4))
+    sizes = [(m, n, k) for m in (16, 32) for n in (16, 32) for k in (16, 32) if (m, n, k) != (32, 32, 32)]
+    assert products == [Matmul(m, n, k, 1, torch.float32, 4 * (m * k + k * n + m * n)) for m, n, k in sizes]
+    batched = [(w.m, w.n, w.k, w.batch) for w in works(batched_cases(pool, torch.float32))]
+    assert batched == [(64, 64, 64, 8), (256, 256, 64, 8)]  # 8 of [256, 64] x [64, 256]
+    attention = works(attention_cases(pool, torch.float32, [(2, 3, 16, 8)]))
+    assert [(w.heads, w.queries, w.keys, w.head_dim, w.is_causal, w.is_backward) for w in attention] == [
+        (6, 16, 16, 8, is_causal, is_backward) for is_causal in (True, False) for is_backward in (False, True)
     ]
-    works = {case.label: [] for case in cases}
-    for case in cases:
-        works[case.label].append((RepeatedOp(case, 1, CPU).work, case.is_held_out))
-    products = [(w.m, w.n, w.k, w.batch) for w, is_held_out in works["matmul float32"] if not is_held_out]
-    assert products[:8] == [(m, n, k, 1) for m in (16, 32) for n in (16, 32) for k in (16, 32)]
-    assert (8, 256, 256, 64) not in products  # batch comes last: 8 of [256, 64] x [64, 256]
-    assert (256, 256, 64, 8) in products
-    (odd,) = (w for w, is_held_out in works["matmul float32"] if is_held_out and w.m == 7)
-    assert odd == Matmul(7, 5, 3, 1, torch.float32, 4 * (7 * 3 + 3 * 5 + 7 * 5))
-    forward = [w for w, _ in works["attention float32"]]
-    assert [(w.heads, w.queries, w.keys, w.head_dim, w.is_causal, w.is_backward) for w in forward] == [
-        (6, 16, 16, 8, True, False),
-        (6, 16, 16, 8, False, False),
-    ]
-    assert all(isinstance(w, Attention) and w.is_backward for w, _ in works["attention backward float32"])
 
 
 def test_memory_cases_are_of_every_kind_and_of_the_size_asked_for() -> None:
     pool, size = Pool(CPU, 8 * MIB), MIB
     found: dict[str, list[int]] = {}
-    for case in memory_cases(pool, [size], []):
+    for case in memory_cases(pool, [size]):
         work = RepeatedOp(case, 1, CPU).work
         assert isinstance(work, MemoryWork)
         found.setdefault(work.kind, []).append(work.bytes)
@@ -115,7 +104,7 @@ def test_memory_cases_are_of_every_kind_and_of_the_size_asked_for() -> None:
 def test_a_transposed_factor_is_a_view() -> None:
     """x @ w^T is read as it lies: the copy that would make it contiguous is not timed."""
     pool = Pool(CPU, 32 * MIB)
-    (case, *_) = matmul_cases(pool, [Grid(torch.float32, (16,), 1e5, ())])
+    (case,) = matmul_cases(pool, torch.float32, (16,), 1e5)
     assert [tuple(x.is_contiguous() for x in pair) for pair in case.operands] == [
         (True, False),
         (True, True),
@@ -136,11 +125,10 @@ def test_time_ops_finds_what_takes_longer() -> None:
     pool = Pool(CPU, 8 * MIB)
     mm, add = torch.ops.aten.mm.default, torch.ops.aten.add.Tensor
     cases = [
-        OpCase("small", add, ((pool.take((8,)), pool.take((8,))),)),
-        OpCase("large", mm, ((pool.take((512, 512)), pool.take((512, 512))),), True),
+        OpCase(add, ((pool.take((8,)), pool.take((8,))),)),
+        OpCase(mm, ((pool.take((512, 512)), pool.take((512, 512))),)),
     ]
     small, large = time_ops(cases, CPU, Effort(3, 0.2), ALONE)
-    assert (small.label, small.is_held_out, large.label, large.is_held_out) == ("small", False, "large", True)
     assert 1e-7 < small.seconds < 1e-3
     assert large.seconds > 10 * small.seconds
     assert large.work == Matmul(512, 512, 512, 1, torch.float32, 3 * 512 * 512 * 4)
@@ -154,7 +142,7 @@ def test_peers_meet_before_every_repetition_and_agree_on_how_many_there_are() ->
         return [2 * v for v in values]
 
     peers = replace(ALONE, meet=lambda: met.append(1), mean=mean)
-    (found,) = time_ops(list(tiny_cases(pool)), CPU, Effort(5, 10.0), peers)
+    (found,) = time_ops([launch_case(pool)], CPU, Effort(5, 10.0), peers)
     assert len(met) == 5
     assert asked == [1, 1]  # the first times, and the medians
     assert found.seconds > 0
@@ -169,28 +157,27 @@ def test_what_is_far_out_is_cut_down_and_what_is_usual_is_not() -> None:
 # The file
 
 
-def memory(kind: str, size: int, seconds: float, is_held_out: bool = False, weight: float = 1.0) -> Measurement:
-    return Measurement(kind, MemoryWork(kind, size, size // 4, torch.float32), seconds, is_held_out, weight)
+def memory(kind: str, size: int, seconds: float) -> Measurement:
+    return Measurement(MemoryWork(kind, size, size // 4, torch.float32), seconds)
 
 
-def product(n: int, seconds: float, is_held_out: bool = False) -> Measurement:
-    work = Matmul(n, n, n, 1, torch.float32, 12 * n * n)
-    return Measurement("matmul float32", work, seconds, is_held_out)
+def product(n: int, seconds: float) -> Measurement:
+    return Measurement(Matmul(n, n, n, 1, torch.float32, 12 * n * n), seconds)
 
 
-OPS_MEASURED = (
-    Measurement("launch", MemoryWork("pointwise", 48, 4, torch.float32), 5e-6, False),
-    memory("pointwise", 1000, 1e-5, weight=3.0),
-    memory("pointwise", 1050, 3e-5),
-    memory("pointwise", 100_000, 1e-4),
-    memory("copy", 100_000, 5e-5),
-    product(64, 1e-4),
+OPS_MEASURED = Measurements(
+    5e-6,
+    (
+        memory("pointwise", 100_000, 1e-4),
+        memory("pointwise", 1000, 1e-5),
+        memory("copy", 100_000, 5e-5),
+        product(64, 1e-4),
+    ),
 )
 
 
 def test_figures_become_a_profile_that_answers_with_them() -> None:
-    text, errors = profile_text(MACHINE, Measurements(OPS_MEASURED), [])
-    assert errors == ()
+    text = profile_text(MACHINE, OPS_MEASURED)
     profile = parse_profile(text, "toy.toml")
     assert (profile.name, profile.version, profile.source, profile.fusion) == ("toy", "1", "measured", "none")
     assert profile.launch_s == 5e-6
@@ -198,30 +185,16 @@ def test_figures_become_a_profile_that_answers_with_them() -> None:
     assert profile.memory.bandwidth == 2e9  # of the copy
     assert profile.peak_flops(torch.float32) == pytest.approx(2 * 64**3 / 1e-4, rel=1e-3)
     (curve,) = (c for c in profile.memory.measured if c.kind == "pointwise")
-    assert curve.points == ((1012.0, 1.5e-5), (100_000.0, 1e-4))  # the first two are one size: 3 to 1
+    assert curve.points == ((1000.0, 1e-5), (100_000.0, 1e-4))
     assert profile.compute_seconds(product(64, 0.0).work) == pytest.approx(1e-4, rel=1e-3)
-    assert profile_text(MACHINE, Measurements(OPS_MEASURED), [])[0] == text
+    assert profile_text(MACHINE, OPS_MEASURED) == text
 
 
 def test_a_curve_never_falls() -> None:
-    ops = (*OPS_MEASURED, memory("fill", 1000, 5e-5), memory("fill", 2000, 4e-5), memory("fill", 4000, 6e-5))
-    profile = parse_profile(profile_text(MACHINE, Measurements(ops), [])[0], "toy.toml")
+    falling = (memory("fill", 1000, 5e-5), memory("fill", 2000, 4e-5), memory("fill", 4000, 6e-5))
+    profile = parse_profile(profile_text(MACHINE, replace(OPS_MEASURED, ops=OPS_MEASURED.ops + falling)), "toy.toml")
     (curve,) = (c for c in profile.memory.measured if c.kind == "fill")
     assert [seconds for _, seconds in curve.points] == [5e-5, 5e-5, 6e-5]
-
-
-def test_errors_are_those_of_points_that_were_held_out() -> None:
-    held = (memory("copy", 200_000, 8e-5, True), memory("copy", 100_000, 1e-4, True), product(64, 2e-4, True))
-    text, errors = profile_text(MACHINE, Measurements((*OPS_MEASURED, *held)), [])
-    by_label = {row.label: row for row in errors}
-    # A curve of one point goes on in proportion: 1e-4 where 8e-5 was measured, and 5e-5 where 1e-4 was.
-    assert (by_label["copy"].num_points, by_label["copy"].median) == (2, pytest.approx(0.375))
-    assert by_label["copy"].worst == pytest.approx(0.5)
-    assert by_label["matmul float32"].worst == pytest.approx(0.5, rel=1e-3)
-    said = parse_profile(text, "toy.toml").errors
-    assert [(e.kind, e.num_points) for e in said] == [(row.label, row.num_points) for row in errors]
-    without, _ = profile_text(MACHINE, Measurements(OPS_MEASURED), [])
-    assert text.startswith(without)  # no figure is made of them
 
 
 @pytest.mark.parametrize(("seconds", "priced"), [(2.0e-3, 8e-4), (7e-4, 7e-4), (2.2e-3, 2.2e-3)])
@@ -230,16 +203,11 @@ def test_noise_does_not_make_two_collectives_of_an_all_reduce(seconds: float, pr
     all-reduce."""
     sizes = {"all_gather": 500, "reduce_scatter": 1000}
     measured = [
-        MeasuredLink(op=op, level="node", group_size=2, local_bytes=size, seconds=8e-4, is_held_out=False)
-        for op, size in sizes.items()
+        MeasuredLink(op=op, level="node", group_size=2, local_bytes=size, seconds=8e-4) for op, size in sizes.items()
     ]
-    measured += [
-        MeasuredLink(op="all_reduce", level="node", group_size=2, local_bytes=1000, seconds=seconds, is_held_out=False)
-    ]
-    measured += [
-        MeasuredLink(op="all_reduce", level="node", group_size=2, local_bytes=100_000, seconds=9e-2, is_held_out=False)
-    ]
-    text, _ = profile_text(MACHINE, Measurements(OPS_MEASURED, tuple(measured)), [])
+    measured += [MeasuredLink(op="all_reduce", level="node", group_size=2, local_bytes=1000, seconds=seconds)]
+    measured += [MeasuredLink(op="all_reduce", level="node", group_size=2, local_bytes=100_000, seconds=9e-2)]
+    text = profile_text(MACHINE, replace(OPS_MEASURED, links=tuple(measured)))
     profile = parse_profile(text, "toy.toml")
     assert profile.seconds("all_reduce", Mesh("dp=2"), ("dp",), 1000) == pytest.approx(priced)
 
@@ -270,7 +238,7 @@ def test_what_communications_cost_the_compute_beside_them(
         assert found.seconds == pytest.approx(own, abs=1e-9)
 
 
-def test_measured_links_are_priced_and_their_errors_stated() -> None:
+def test_measured_links_are_priced() -> None:
     measured = [
         MeasuredLink(
             op="all_gather",
@@ -278,29 +246,23 @@ def test_measured_links_are_priced_and_their_errors_stated() -> None:
             group_size=2,
             local_bytes=size,
             seconds=seconds,
-            is_held_out=is_held_out,
             host=0.25,
         )
-        for size, seconds, is_held_out in ((1000, 1e-4, False), (10_000, 2e-4, True), (100_000, 1e-3, False))
+        for size, seconds in ((1000, 1e-4), (100_000, 1e-3))
     ]
-    found = places(2, 2)
-    text, errors = profile_text(
-        MACHINE, Measurements(OPS_MEASURED, tuple(measured), (Contention("node", 1.5, 4e-5),)), found
-    )
+    beside = (Contention("node", 1.5, 4e-5),)
+    text = profile_text(MACHINE, replace(OPS_MEASURED, links=tuple(measured), contentions=beside))
     profile = parse_profile(text, "toy.toml")
     mesh = Mesh("dp=2")
     assert profile.seconds("all_gather", mesh, ("dp",), 100_000) == pytest.approx(1e-3)
-    # The caller spent 25, 50 and 250 us: 25 us each time (compute lost 40), and 250 us of the 1300 us in all.
+    # The caller spent 25 and 250 us: 25 us each time (compute lost 40), and 225 us of the 1100 us in all.
     host = profile.host_seconds("all_gather", mesh, ("dp",), 1e-3)
-    assert host == pytest.approx(4e-5 + 1e-3 * 2.5e-4 / 1.3e-3, rel=1e-3)
+    assert host == pytest.approx(4e-5 + 1e-3 * 2.25e-4 / 1.1e-3, rel=1e-3)
     assert profile.host_seconds("all_gather", mesh, ("dp",), 1e-6) == 1e-6
     assert profile.links.node.bandwidth == 1e8
     assert profile.compute_slowdown(frozenset({"node"})) == 1.5
     with pytest.raises(MeshweaveError, match="has no cost of 'all_reduce'"):
         profile.seconds("all_reduce", mesh, ("dp",), 1000)
-    (row,) = (row for row in errors if row.label == "all_gather, 2 in a node")
-    expected = 1e-4 + 9e-4 * 9_000 / 99_000
-    assert row.worst == pytest.approx(abs(expected / 2e-4 - 1), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -347,8 +309,8 @@ def slow_links(is_late: bool = False, plan: MeasurementPlan = LINKS_GPU) -> Meas
         start=start,
         sample=lambda seconds, repeats, lead=0: seconds * next(noise),
     )
-    timed = links.time_links(timer, places(2, 2), plan.received, (), plan.links)
-    return parse_table(MeasuredLinks, links_text(MACHINE, Measurements((), tuple(timed))), "links")
+    timed = links.time_links(timer, places(2, 2), plan.received, plan.links)
+    return parse_table(MeasuredLinks, links_text(MACHINE, Measurements(links=tuple(timed))), "links")
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["in time", "out of time: the largest size is not left out"])
@@ -411,16 +373,13 @@ def test_ops_are_measured_where_a_device_receives_alike(op: str) -> None:
 
 def test_a_small_calibration_makes_a_profile_of_this_process() -> None:
     stages: list[str] = []
-    made = calibrate(TINY, "here", "meshweave calibrate", CPU, stages.append)
-    profile = parse_profile(made.text, "here.toml")
+    profile = parse_profile(calibrate(TINY, "here", "meshweave calibrate", CPU, stages.append), "here.toml")
     assert stages == ["ops"]
     assert {c.kind for c in profile.memory.measured} == set(MEMORY_KINDS)
     assert {dtype for dtype, _ in profile.peak} == {"float32", "bfloat16", "float64"}
     assert {(p.dtype, p.direction) for p in profile.attention.measured} == {
         (dtype, direction) for dtype in ("float32", "bfloat16") for direction in ("forward", "backward")
     }
-    assert {row.label for row in made.errors} >= {"matmul float32", "attention float32", "pointwise", "fill"}
-    assert all(0 <= row.median <= row.worst for row in made.errors)
     assert 0 < profile.usable_bytes < profile.memory.bytes
     assert 1e-7 < profile.launch_s < 1e-3
     with pytest.raises(MeshweaveError, match="has no cost of 'all_gather'"):
@@ -435,16 +394,15 @@ def app() -> typer.Typer:
 
 @pytest.mark.slow
 def test_the_command_writes_a_file_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "QUICK", TINY)
+    monkeypatch.setattr(command, "thorough_plan", lambda device: TINY)
     output = tmp_path / "machine.toml"
-    done = CliRunner().invoke(app(), ["-o", str(output), "--quick", "--json"])
+    done = CliRunner().invoke(app(), ["-o", str(output), "--json"])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout.strip().splitlines()[-1])
     profile = load_profile(output)
     assert (said["ok"], said["output"]) == (True, str(output))
-    assert [e["class"] for e in said["errors"]] == [e.kind for e in profile.errors]
     assert profile.name == "machine"
-    assert output.read_text().startswith("# Measured by `meshweave calibrate -o machine.toml --quick`.")
+    assert output.read_text().startswith("# Measured by `meshweave calibrate -o machine.toml`.")
 
 
 @pytest.mark.parametrize(
@@ -463,7 +421,7 @@ import typer
 command = importlib.import_module("meshweave.cli.calibrate")
 from meshweave.cli.command import add_command
 from tests.calibrate.test_calibrate import TINY
-command.QUICK = TINY
+command.thorough_plan = lambda device: TINY
 app = typer.Typer()
 add_command(app, "calibrate", command.CalibrateOptions, command.calibrate)
 app()
@@ -482,7 +440,7 @@ def test_two_processes_measure_their_links_too(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(root), str(root / "src")])
     jobs = [
         subprocess.Popen(
-            [sys.executable, "-c", _WORKER, "-o", str(output), "--quick"],
+            [sys.executable, "-c", _WORKER, "-o", str(output)],
             env={**os.environ, **shared, "RANK": r, "LOCAL_RANK": r, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -502,7 +460,6 @@ def test_two_processes_measure_their_links_too(tmp_path: Path) -> None:
     assert all((fit.level, fit.group_size) == ("node", 2) for fit in profile.collectives)
     for op in OPS:
         assert 0 < profile.seconds(op, mesh, ("dp",), 1 << 12) <= profile.seconds(op, mesh, ("dp",), 1 << 20)
-        assert f"{op}, 2 in a node" in said[0]
     assert 1.0 <= profile.compute_slowdown(frozenset({"node"})) <= 20.0
     assert profile.devices_per_node == 2
     assert "2 processes over gloo" in profile.summary

@@ -95,6 +95,7 @@ def points(num: int) -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(5, generator=generator), "labels": torch.tensor(i % 3)} for i in range(num)]
 
 
+@pytest.mark.slow_rows("Classifier-15-2")
 @pytest.mark.parametrize(
     ("model", "num_rows", "accumulate"), [(Classifier, 15, 2), (Classifier, 23, 4), (Lenient, 23, 4)]
 )

@@ -80,6 +80,7 @@ def names(gm: fx.GraphModule, op: str) -> list[str]:
     return [n.name for n in gm.graph.nodes if n.op == op]
 
 
+@pytest.mark.slow_rows("fake-llama3", "gloo-deepseek_v3")
 @pytest.mark.parametrize("model", ["llama3", "deepseek_v3"])
 def test_a_traced_debug_model_goes_through(model: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks: most of the exposed time is gone. One rank, which communicates with itself: the same to the bit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from itertools import combinations, pairwise
 from random import Random
 from typing import Any
@@ -204,6 +205,12 @@ def trained(mesh: str, **options: Any) -> tuple[mw.TrainStep, list[float]]:
     return step, [float(step(tokens(i))) for i in range(3)]
 
 
+@cache
+def on_one_device() -> tuple[dict[str, Tensor], list[float]]:
+    step, losses = trained("")
+    return step.parameters(), losses
+
+
 def stages_of(step: mw.TrainStep) -> list[list[str]]:
     """The modules of each stage, as the plan numbers them."""
     stages = step.program.resolved.stages
@@ -229,11 +236,11 @@ RUNS = [
 
 @pytest.mark.parametrize(("mesh", "pipeline", "layout", "order"), RUNS)
 def test_each_layout_trains_as_one_device(mesh: str, pipeline: str | None, layout: str, order: str | None) -> None:
-    alone, expected = trained("")
+    alone, expected = on_one_device()
     fsdp = mw.Plan.fsdp("fsdp") if "fsdp" in mesh else mw.Plan.dp("dp") if "dp" in mesh else mw.Plan()
     step, losses = trained(mesh, pipeline=pipeline, plan=mw.Plan.stages("pp", layout=layout, order=order) + fsdp)
     assert losses == pytest.approx(expected, rel=1e-12)
-    for name, value in alone.parameters().items():
+    for name, value in alone.items():
         torch.testing.assert_close(step.parameters()[name], value, rtol=1e-10, atol=1e-12)
     layers = [sum("layers" in name for name in modules) for modules in stages_of(step)]
     assert tuple(layers) == StageLayout.parse(layout).sizes

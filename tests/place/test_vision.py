@@ -153,10 +153,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": UNet, "vqgan": VQGAN, "swin": Windows, "conv_attention": ConvAttention,
 }  # fmt: skip
 MESHES = ["dp=2", "fsdp=2", "tp=2", "fsdp=2,tp=2", "cp=2"]
+QUICK = (
+    ("unet", "fsdp=2,tp=2"),
+    ("vqgan", "tp=2"),
+    ("swin", "cp=2"),
+    ("conv_attention", "dp=2"),
+    ("conv_attention", "fsdp=2"),
+)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=() if (name, mesh) in QUICK else pytest.mark.slow)
+        for name in MODELS
+        for mesh in MESHES
+    ],
+)
 def test_models_of_images_train_as_in_eager_pytorch(name: str, mesh: str) -> None:
     torch.manual_seed(0)
     shape = (4, 3, SIZE, SIZE)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import batches, mse
+from tests.training import batches, compile_once, mse
 from torch import nn
 
 import meshweave as mw
@@ -45,7 +45,8 @@ def trained(name: str, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor]
     torch.manual_seed(0)
     model, data = Mixed(), batches(4, (8, 8), (8, 8))
     options = {"mesh": "", "profile": "alpha-beta"} | options
-    step = mw.compile(model, loss=mse, example=data[0], optimizer=OPTIMIZERS[name](model.parameters()), **options)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step = compile_once((name, str(options)), model, loss=mse, example=data[0], optimizer=optimizer, **options)
     for batch in data:
         step(batch)
     return step.parameters() | step.optimizer_state(), step

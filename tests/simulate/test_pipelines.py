@@ -62,7 +62,10 @@ def bubble(found: Simulation) -> float:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("pipeline", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("depth", "counts"), [(2, (2, 4, 16)), (4, (4, 8, 32)), (8, (8, 16, 64))])
+@pytest.mark.parametrize(
+    ("depth", "counts"),
+    [(2, (2, 4, 16)), (4, (4, 8, 32)), pytest.param(8, (8, 16, 64), marks=pytest.mark.slow)],
+)
 def test_the_bubble_is_that_of_the_formula(depth: int, counts: tuple[int, ...], pipeline: str, tied: bool) -> None:
     for count in counts:
         found = simulated(stages(depth, tied), count, pipeline)

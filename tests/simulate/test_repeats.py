@@ -64,6 +64,7 @@ def played(program: Program) -> tuple[bool, float]:
     return is_few, abs(error)
 
 
+@pytest.mark.slow_rows("fsdp=2,tp=2-none", "fsdp=2,tp=2-prefetch=1", "dp=4-overlap")
 @pytest.mark.parametrize("passes", ["none", "prefetch=1", "overlap"])
 @pytest.mark.parametrize("mesh", ["dp=4", "fsdp=2,tp=2"])
 def test_microbatches_one_after_the_other_repeat_exactly(mesh: str, passes: str) -> None:
@@ -72,7 +73,8 @@ def test_microbatches_one_after_the_other_repeat_exactly(mesh: str, passes: str)
     assert error < 1e-9
 
 
-@pytest.mark.parametrize("pipeline", ["1f1b", "zb-h1", pytest.param("zbv", marks=pytest.mark.slow)])
+@pytest.mark.slow_rows("1f1b", "zbv")
+@pytest.mark.parametrize("pipeline", ["1f1b", "zb-h1", "zbv"])
 def test_pipelines_repeat_within_a_percent(pipeline: str) -> None:
     _, error = played(compiled("pp=2", 61, pipeline=pipeline))
     assert error < 0.01

@@ -49,7 +49,14 @@ def mesh() -> Iterator[DeviceMesh]:
     yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
     torch._dynamo.reset()
     dist.destroy_process_group()
-    gc.collect()  # modules, which the drop-in looks for
+
+
+@pytest.fixture
+def mesh_of_fully_shard(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """For tests that make modules by fully_shard, which a drop-in of a later test would find."""
+    yield mesh
+    torch._dynamo.reset()
+    gc.collect()
 
 
 def traced(module: nn.Module, x: Tensor) -> list[Counter[str]]:
@@ -143,11 +150,13 @@ def test_a_copy_reads_its_own_parameters(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("door", [mw.backend, mw.inductor_pass])
-def test_fully_shard_is_named_where_the_drop_in_is_made(mesh: DeviceMesh, door: Callable[..., Any]) -> None:
+def test_fully_shard_is_named_where_the_drop_in_is_made(
+    mesh_of_fully_shard: DeviceMesh, door: Callable[..., Any]
+) -> None:
     """A graph break in the first hook keeps torch from compiling anything of this model: no backend is called."""
     net = Net()
     for part in (net.up, net):
-        fully_shard(part, mesh=mesh["dp"])
+        fully_shard(part, mesh=mesh_of_fully_shard["dp"])
     with pytest.warns(UserWarning, match=r"sharded by fully_shard \(Linear, Net\)(.|\n)*mw.shard_in_graph"):
         door(cost="h100")
     del net, part
@@ -155,11 +164,11 @@ def test_fully_shard_is_named_where_the_drop_in_is_made(mesh: DeviceMesh, door: 
     door(cost="h100")  # nothing to warn of
 
 
-def test_fully_shard_after_the_drop_in_is_made_is_named_by_the_first_graph(mesh: DeviceMesh) -> None:
+def test_fully_shard_after_the_drop_in_is_made_is_named_by_the_first_graph(mesh_of_fully_shard: DeviceMesh) -> None:
     reports: list[Any] = []
     backend = mw.backend(cost="h100", inner="aot_eager", report=reports.append)
     net = Net()
-    fully_shard(net, mesh=mesh["dp"])
+    fully_shard(net, mesh=mesh_of_fully_shard["dp"])
     compiled = torch.compile(net, backend=backend)
     with pytest.warns(UserWarning, match=r"sharded by fully_shard \(Net\)") as caught:
         compiled(torch.randn(2, 8)).backward()

@@ -37,7 +37,7 @@ from meshweave.runtime.interfaces import World
 from meshweave.runtime.watch import address_towards
 
 AUTO, ALPHA_BETA = "auto", "alpha-beta"
-FORMAT = 7  # version of the cache; change it when collectives or matmuls are implemented or measured differently
+FORMAT = 8  # version of the cache; change it when collectives or matmuls are implemented or measured differently
 # The cache is used if a gather and a matmul take between 1/4 and 4 times their stated time: 1 and 10 Gbit/s differ by
 # more (8 to 10 times), load of other users mostly by less. No load makes a matmul faster: if it is, the profile was
 # measured beside other work. (Gathers on an idle machine vary by a factor of 2.)
@@ -202,7 +202,7 @@ def _measured(
     text, failure = "", ""
     try:
         name = f"{world.device.type}, {world.mesh.num_devices} processes"
-        text = calibrate(plan, name, "mw.compile", world.device, lambda stage: progress(f"calibrate: {stage}")).text
+        text = calibrate(plan, name, "mw.compile", world.device, lambda stage: progress(f"calibrate: {stage}"))
     except (MeshweaveError, RuntimeError) as error:
         failure = f"{type(error).__name__}: {error}".partition("\n")[0]
     with world.guard():

@@ -1,26 +1,22 @@
-"""Measured times as a machine profile: the figures of its file, and their errors on held-out points."""
+"""Measured times as a machine profile: the figures of its file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import TypeVar
 
 import torch
 
-from meshweave.calibrate.links import Contention, MeasuredGroup, MeasuredLink
+from meshweave.calibrate.links import Contention, MeasuredLink
 from meshweave.calibrate.ops import Measurement
 from meshweave.cost.hardware.fitted import along
-from meshweave.cost.hardware.load import parse_profile
-from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.hardware.schema import DTYPES, Fit
 from meshweave.ir.work import MEMORY_KINDS, Attention, Matmul, MemoryWork
 
 Row = tuple[float, ...]
 _Key = tuple[str, str, int]  # op, level of links, group size
 _MOST_NOISE = 1.3  # between times that are the same, measured briefly on a machine that does other things too
-_SAME_SIZE = 1.1  # ops of a kind have byte counts that differ by less than the steps between sizes
 W = TypeVar("W", Matmul, Attention)
 
 
@@ -41,36 +37,13 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """All measurements. `contentions` are by level of links."""
+    """All measurements: the seconds of an op with almost no work, ops, links, and what they cost compute beside them,
+    by level."""
 
-    ops: tuple[Measurement, ...]
+    launch: float = 0.0
+    ops: tuple[Measurement, ...] = ()
     links: tuple[MeasuredLink, ...] = ()
     contentions: tuple[Contention, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorRow:
-    """Relative errors of a class on held-out points: 0.1 is 10%."""
-
-    label: str
-    num_points: int
-    median: float
-    worst: float
-
-
-def profile_text(
-    machine: MachineFacts, figures: Measurements, places: Sequence[MeasuredGroup]
-) -> tuple[str, tuple[ErrorRow, ...]]:
-    """The profile's TOML file, and its errors, which are in it too."""
-    text = _body(machine, figures)
-    rows = error_rows(parse_profile(text, machine.name), figures, places)
-    tables = [
-        f'[[errors]]\nkind = "{row.label}"\nnum_points = {row.num_points}\n'
-        f"median = {_number(row.median)}\nworst = {_number(row.worst)}\n"
-        for row in rows
-    ]
-    head = "# Relative errors on points that are not part of the figures above: 0.1 is 10%.\n"
-    return text + ("\n" + head + "\n".join(tables) if tables else ""), rows
 
 
 def links_text(machine: MachineFacts, figures: Measurements) -> str:
@@ -79,38 +52,18 @@ def links_text(machine: MachineFacts, figures: Measurements) -> str:
     return "\n".join([head, *_collective_tables(figures)])
 
 
-def error_rows(profile: MachineProfile, figures: Measurements, places: Sequence[MeasuredGroup]) -> tuple[ErrorRow, ...]:
-    """Errors of the profile on held-out points, class by class."""
-    errors: dict[str, list[float]] = {}
-    for op in figures.ops:
-        if op.is_held_out:
-            predicted = profile.compute_seconds(op.work)
-            errors.setdefault(op.label, []).append(abs(predicted / op.seconds - 1.0))
-    where = {(place.level, place.size): place for place in places}
-    for link in figures.links:
-        if link.is_held_out:
-            place = where[link.level, link.group_size]
-            predicted = profile.seconds(link.op, place.mesh, place.axes, link.local_bytes)
-            label = f"{link.op}, {link.group_size} {'in a node' if link.level == 'node' else 'nodes'}"
-            errors.setdefault(label, []).append(abs(predicted / link.seconds - 1.0))
-    return tuple(ErrorRow(label, len(relative), median(relative), max(relative)) for label, relative in errors.items())
-
-
-def _body(machine: MachineFacts, figures: Measurements) -> str:
-    fitted = [sample for sample in figures.ops if not sample.is_held_out]
-    matmuls = [(sample.work, sample.seconds) for sample in fitted if isinstance(sample.work, Matmul)]
-    memory = [
-        (sample.work, sample) for sample in fitted if isinstance(sample.work, MemoryWork) and sample.label != "launch"
-    ]
-    launch = next(sample.seconds for sample in fitted if sample.label == "launch")
-    copies = [work.bytes / sample.seconds for work, sample in memory if work.kind == "copy"]
-    bandwidth = max(copies)
+def profile_text(machine: MachineFacts, figures: Measurements) -> str:
+    """The profile's TOML file."""
+    matmuls = [(sample.work, sample.seconds) for sample in figures.ops if isinstance(sample.work, Matmul)]
+    attention = [(sample.work, sample.seconds) for sample in figures.ops if isinstance(sample.work, Attention)]
+    memory = [(sample.work, sample.seconds) for sample in figures.ops if isinstance(sample.work, MemoryWork)]
+    bandwidth = max(work.bytes / seconds for work, seconds in memory if work.kind == "copy")
     parts = [
         f"# Measured by `{machine.command}`.\n# {machine.summary}\n",
         f'name = "{machine.name}"\nversion = "{machine.version}"\nsource = "measured"\n'
         f'summary = "{machine.summary}"\ndevices_per_node = {machine.devices_per_node}\n'
         f'fusion = "{machine.fusion}"\n'
-        f"launch_s = {_number(launch)}  # an op on 4 elements\n",
+        f"launch_s = {_number(figures.launch)}  # an op on 4 elements\n",
         f"[memory]\nbytes = {_number(machine.memory_bytes)}\n"
         f"reserved_bytes = {_number(machine.reserved_bytes)}  # of the process before it had tensors\n"
         f"reserved_fraction = 0.0\nbandwidth = {_number(bandwidth)}  # the fastest copy, read and written\n",
@@ -119,15 +72,15 @@ def _body(machine: MachineFacts, figures: Measurements) -> str:
         "[matmul]\n",
         *_matmul_tables(matmuls),
         "[attention]\n",
-        *_attention_tables([(sample.work, sample.seconds) for sample in fitted if isinstance(sample.work, Attention)]),
+        *_attention_tables(attention),
         *_link_tables(figures, bandwidth),
     ]
     return "\n".join(parts)
 
 
-def _memory_tables(samples: Sequence[tuple[MemoryWork, Measurement]]) -> Iterable[str]:
+def _memory_tables(samples: Sequence[tuple[MemoryWork, float]]) -> Iterable[str]:
     for kind in MEMORY_KINDS:
-        rows = [(float(work.bytes), sample.seconds, sample.weight) for work, sample in samples if work.kind == kind]
+        rows = [(float(work.bytes), seconds) for work, seconds in samples if work.kind == kind]
         if rows:
             yield f'[[memory.measured]]  # bytes read and written, seconds\nkind = "{kind}"\n{_points(_rising(rows))}'
 
@@ -189,10 +142,7 @@ def fits_of(figures: Measurements) -> Iterable[Fit]:
     samples_of: dict[_Key, list[MeasuredLink]] = {}
     for sample in figures.links:
         samples_of.setdefault((sample.op, sample.level, sample.group_size), []).append(sample)
-    curves = {
-        key: _rising([(float(x.local_bytes), x.seconds, 1.0) for x in own if not x.is_held_out])
-        for key, own in samples_of.items()
-    }
+    curves = {key: _rising([(float(x.local_bytes), x.seconds) for x in own]) for key, own in samples_of.items()}
     beside = {own.level: own.seconds for own in figures.contentions}
     for (op, level, size), own in samples_of.items():
         share, least = _host(own)
@@ -226,22 +176,11 @@ def _host(samples: Sequence[MeasuredLink]) -> tuple[float, float]:
     return sum(own - least for own in spent) / sum(sample.seconds for sample in samples), least
 
 
-def _rising(rows: Iterable[tuple[float, float, float]]) -> list[Row]:
-    """Bytes and seconds in rising order, monotonic in both, from (bytes, seconds, weight). Several ops of nearly the
-    same size form a row, by their weighted mean."""
-    groups: list[list[tuple[float, float, float]]] = []
-    for row in sorted(rows):
-        if groups and row[0] < groups[-1][0][0] * _SAME_SIZE:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
+def _rising(rows: Iterable[Row]) -> list[Row]:
+    """Bytes and seconds in rising order, monotonic in both."""
     rising: list[Row] = []
-    longest = 0.0
-    for group in groups:
-        total = sum(weight for *_, weight in group)
-        size, seconds = (sum(row[i] * row[2] for row in group) / total for i in (0, 1))
-        longest = max(longest, seconds)
-        rising.append((float(round(size)), longest))
+    for size, seconds in sorted(rows):
+        rising.append((size, max(seconds, rising[-1][1] if rising else 0.0)))
     return rising
 
 

@@ -59,7 +59,6 @@ class MeasuredLink:
     group_size: int
     local_bytes: int
     seconds: float
-    is_held_out: bool
     host: float = 0.0  # share of the seconds that the caller spends on starting and finishing it
 
     @property
@@ -181,28 +180,23 @@ def local_bytes_of(op: str, size: int, received: int) -> int:
     return max(64 * size, round(received / bytes_received(op, size, 1.0, "calibrate")))
 
 
-# place, op, size, whether it is held out, the call, communications before it, repeats, rounds
-_Case = tuple[MeasuredGroup, str, int, bool, Callable[[], Any], int, int, int]
+# place, op, size, the call, communications before it, repeats, rounds
+_Case = tuple[MeasuredGroup, str, int, Callable[[], Any], int, int, int]
 
 
 def time_links(
-    links: LinkTimer,
-    link_places: Sequence[MeasuredGroup],
-    sizes: Sequence[int],
-    held_out: Sequence[int],
-    effort: Effort,
+    links: LinkTimer, link_places: Sequence[MeasuredGroup], sizes: Sequence[int], effort: Effort
 ) -> list[MeasuredLink]:
     """Typical seconds of every op in every place where a device receives about so many bytes, to their end on the
     device; sizes that would take too long are omitted. The slowest rank counts."""
     began = time.perf_counter()
     on_gpu = links.device.type == "cuda"  # there the caller only enqueues
-    received_bytes = sorted({*sizes, *held_out})
     cases: list[_Case] = []
     for place in link_places:
         for op in links.ops:
             curve: list[tuple[float, float]] = []
-            largest, is_late = received_bytes[-1], False
-            for received, following in zip(received_bytes, [*received_bytes[1:], math.inf], strict=True):
+            largest, is_late = sizes[-1], False
+            for received, following in zip(sizes, [*sizes[1:], math.inf], strict=True):
                 if is_late and received < largest:
                     continue  # the largest tells the rate: start-up may dominate all before it
                 size = local_bytes_of(op, place.size, received)
@@ -214,8 +208,7 @@ def time_links(
                 )
                 repeats = max(1, min(effort.max_repeats, round(effort.block_seconds / first)))
                 rounds = max(LEAST_ROUNDS, min(effort.rounds, round(effort.case_seconds / (first * repeats))))
-                is_held_out = received in held_out
-                cases.append((place, op, size, is_held_out, start, lead, repeats, rounds))
+                cases.append((place, op, size, start, lead, repeats, rounds))
                 curve.append((received, first))
                 is_late = elapsed > effort.most_seconds and len(curve) > 1
                 expected = along(curve, largest if is_late else following) if len(curve) > 1 else first
@@ -231,13 +224,13 @@ def _time_cases(links: LinkTimer, cases: Sequence[_Case], effort: Effort, began:
     for turn in effort.turns(max((case[-1] for case in cases), default=0), began, links.peers):
         for case, sample in zip(cases, samples, strict=True):
             if turn < case[-1]:
-                start, lead, repeats = case[4:7]
+                start, lead, repeats = case[3:6]
                 sample.append(links.sample(start, repeats, lead))
     middle = median if on_gpu else typical  # a device of its own has no other load: what is far out is a start-up
     seconds = links.peers.most([middle(sample) for sample in samples])
     host = links.peers.mean(
         [
-            0.0 if on_gpu else median(links.host_seconds(case[4], total) for _ in range(effort.host_rounds))
+            0.0 if on_gpu else median(links.host_seconds(case[3], total) for _ in range(effort.host_rounds))
             for case, total in zip(cases, seconds, strict=True)
         ]
     )
@@ -248,10 +241,9 @@ def _time_cases(links: LinkTimer, cases: Sequence[_Case], effort: Effort, began:
             group_size=place.size,
             local_bytes=size,
             seconds=total,
-            is_held_out=is_held_out,
             host=min(1.0, own / total),
         )
-        for (place, op, size, is_held_out, *_), total, own in zip(cases, seconds, host, strict=True)
+        for (place, op, size, *_), total, own in zip(cases, seconds, host, strict=True)
     ]
 
 

@@ -14,19 +14,17 @@ import torch
 import torch.distributed as dist
 
 from meshweave.calibrate.cases import (
-    SHAPES,
-    Grid,
     Pool,
     Sizes,
     attention_cases,
     batched_cases,
+    launch_case,
     matmul_cases,
     memory_cases,
-    tiny_cases,
 )
-from meshweave.calibrate.figures import ErrorRow, MachineFacts, Measurements, links_text, profile_text
-from meshweave.calibrate.links import Contention, LinkTimer, MeasuredGroup, contention, places, time_links
-from meshweave.calibrate.ops import ALONE, Effort, Measurement, OpCase, Peers, RepeatedOp, time_ops
+from meshweave.calibrate.figures import MachineFacts, Measurements, links_text, profile_text
+from meshweave.calibrate.links import Contention, LinkTimer, contention, places, time_links
+from meshweave.calibrate.ops import ALONE, Effort, OpCase, Peers, RepeatedOp, time_ops
 from meshweave.errors import MeshError
 from meshweave.ir.mesh import Mesh
 from meshweave.runtime.cluster import ClusterWorld
@@ -50,58 +48,22 @@ class MeasurementPlan:
     matmul_sizes: tuple[int, ...]
     other_sizes: tuple[int, ...]  # of dtypes beside float32
     max_flops: float
-    held_out_shapes: tuple[tuple[int, int, int], ...]
     attention: tuple[Sizes, ...]
     memory: tuple[int, ...]
-    held_out_memory: tuple[int, ...]
     received: tuple[int, ...]
-    held_out_received: tuple[int, ...]
-    is_quick: bool = False
 
 
-FULL = MeasurementPlan(
-    ops=Effort(11, 2.0),
-    links=Effort(11, 1.5),
-    matmul_sizes=(16, 64, 256, 768, 2048),
-    other_sizes=(32, 256, 1024),
-    max_flops=4e9,
-    held_out_shapes=SHAPES,
-    attention=((1, 2, 64, 64), (4, 4, 64, 64), (2, 8, 128, 64), (1, 8, 256, 64), (1, 8, 512, 64), (1, 4, 1024, 64),
-     (2, 4, 128, 32), (2, 4, 128, 128), (1, 4, 512, 128)),
-    memory=tuple(_KIB << i for i in (0, 3, 5, 7, 9, 10, 11, 12, 13, 14, 15, 16, 18)),
-    held_out_memory=tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000, 96000)),
-    received=tuple(_KIB << i for i in (0, 2, 4, 6, 8, 10, 12, 14, 16)),
-    held_out_received=tuple(_KIB * n for n in (3, 24, 200, 1500, 6000, 24000)),
-)  # fmt: skip
-QUICK = MeasurementPlan(
-    ops=Effort(7, 0.5),
-    links=Effort(9, 0.5),
-    matmul_sizes=(16, 96, 384, 1536),
-    other_sizes=(64, 512),
-    max_flops=1.5e9,
-    held_out_shapes=SHAPES,
-    attention=((4, 4, 64, 64), (1, 8, 256, 64), (1, 4, 512, 64), (2, 4, 128, 128)),
-    memory=tuple(_KIB << i for i in (0, 4, 7, 9, 11, 13, 15, 17)),
-    held_out_memory=tuple(_KIB * n for n in (24, 1500, 24000)),
-    received=tuple(_KIB << i for i in (0, 5, 8, 11, 14)),
-    held_out_received=tuple(_KIB * n for n in (24, 1500)),
-    is_quick=True,
-)
-# What a job measures by default before its first step: float32, nothing held out, for a few seconds at most. For links,
-# the sizes between those dominated by start-up and those dominated by bytes.
+# What a job measures by default before its first step, for a few seconds at most. For links, the sizes between those
+# dominated by start-up and those dominated by bytes.
 BRIEF = MeasurementPlan(
     ops=Effort(5, 0.06, most_seconds=4.0),
     links=Effort(5, 0.12, host_rounds=1, most_seconds=4.0),
-    matmul_sizes=(16, 128, 512, 1024),
-    other_sizes=(64,),
+    matmul_sizes=(16, 96, 384, 1536),
+    other_sizes=(64, 512),
     max_flops=1e9,
-    held_out_shapes=(),
     attention=((4, 4, 64, 64), (1, 8, 256, 64)),
     memory=tuple(_KIB << i for i in (0, 6, 9, 11, 14)),
-    held_out_memory=(),
     received=tuple(_KIB << i for i in (0, 5, 9, 12)),
-    held_out_received=(),
-    is_quick=True,
 )
 # The same on GPUs, which reach their rates at larger sizes: from matmuls of 64 x 64 alone an H200 would have 0.05
 # TFLOP/s in bfloat16, and such compute hides any number of collectives. Between processes that share it, a collective
@@ -117,15 +79,12 @@ BRIEF_GPU = replace(
     received=tuple(_KIB << i for i in (5, 12, 14, 16)),
 )
 LINKS_GPU = replace(BRIEF_GPU, ops=None)  # where the compute of the GPU is known
-_HELD_OUT_ATTENTION: tuple[Sizes, ...] = ((2, 4, 96, 64), (1, 4, 384, 64), (3, 4, 64, 48))
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """`text` is the profile's file, `errors` its errors on held-out points, class by class."""
-
-    text: str
-    errors: tuple[ErrorRow, ...]
+def thorough_plan(device: torch.device) -> MeasurementPlan:
+    """The same ops, without a limit of time, and links at more sizes: what `meshweave calibrate` measures."""
+    plan = BRIEF_GPU if device.type == "cuda" else BRIEF
+    return replace(plan, ops=Effort(7, 0.3), links=Effort(9, 0.5), received=tuple(_KIB << i for i in range(0, 17, 2)))
 
 
 def calibrate(
@@ -134,10 +93,10 @@ def calibrate(
     command: str,
     device: torch.device,
     say: Callable[[str], None] = lambda stage: None,
-) -> Calibration:
-    """Measure this process's device; in a job of torch.distributed all ranks call it together, links are measured too,
-    and every rank gets the same result. `command` is recorded in the file as its origin. The text of a plan without ops
-    is `schema.MeasuredLinks`.
+) -> str:
+    """Measure this process's device into the text of a profile's file; in a job of torch.distributed all ranks call it
+    together, links are measured too, and every rank gets the same. `command` is recorded in the file as its origin. The
+    text of a plan without ops is `schema.MeasuredLinks`.
     Raises MeshError if nodes have different numbers of processes.
     """
     reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # KiB on Linux
@@ -158,57 +117,56 @@ class _Measurement:
     world: ClusterWorld | None
     say: Callable[[str], None]
 
-    def run(self, name: str, command: str, reserved: float) -> Calibration:
+    def run(self, name: str, command: str, reserved: float) -> str:
         plan, device, world = self.plan, self.device, self.world
         peers = ALONE if world is None else peers_of(world)
         num_ranks = 1 if world is None else world.mesh.num_devices
         per_node = _per_node(num_ranks, peers) if world is not None else _devices_here(device)
-        ops: tuple[Measurement, ...] = ()
+        figures = Measurements()
         if plan.ops is not None:
             torch.empty(_ALLOCATED_BEFORE, dtype=torch.uint8, device=device)
             self.say("ops")
             cases = _cases(plan, Pool(device, max(*plan.memory, _LEAST_POOL)))
-            ops = tuple(time_ops(list(cases), device, plan.ops, peers))
-        figures = Measurements(ops)
-        link_places: list[MeasuredGroup] = []
+            launch, *ops = time_ops(list(cases), device, plan.ops, peers)
+            figures = replace(figures, launch=launch.seconds, ops=tuple(ops))
         if world is not None and num_ranks > 1:
-            link_places = places(num_ranks, per_node)
-            links = LinkTimer(world.mesh, world.rank, device, peers)
-            self.say("links")
-            timed = tuple(time_links(links, link_places, plan.received, plan.held_out_received, plan.links))
-            slow: tuple[Contention, ...] = ()
-            if plan.ops is not None:
-                self.say("compute beside communication")
-                beside = _mixed_work(Pool(device, _BESIDE_BYTES[1]), device)
-                levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
-                slow = tuple(contention(links, at, beside, plan.links, _BESIDE_BYTES) for at in levels.values())
-            links.close()
-            figures = Measurements(ops, timed, slow)
+            figures = self._add_links(figures, LinkTimer(world.mesh, world.rank, device, peers), num_ranks, per_node)
         facts = _machine(name, command, device, num_ranks, per_node, reserved)
-        if plan.ops is None:
-            return Calibration(links_text(facts, figures), ())
-        text, errors = profile_text(facts, figures, link_places)
-        return Calibration(text, errors)
+        return links_text(facts, figures) if plan.ops is None else profile_text(facts, figures)
+
+    def _add_links(self, figures: Measurements, links: LinkTimer, num_ranks: int, per_node: int) -> Measurements:
+        plan, link_places = self.plan, places(num_ranks, per_node)
+        self.say("links")
+        timed = tuple(time_links(links, link_places, plan.received, plan.links))
+        slow: tuple[Contention, ...] = ()
+        if plan.ops is not None:
+            self.say("compute beside communication")
+            beside = _mixed_work(Pool(self.device, _BESIDE_BYTES[1]), self.device)
+            levels = {place.level: place for place in reversed(link_places)}  # the largest group of each level
+            slow = tuple(contention(links, at, beside, plan.links, _BESIDE_BYTES) for at in levels.values())
+        links.close()
+        return replace(figures, links=timed, contentions=slow)
 
 
 def _cases(plan: MeasurementPlan, pool: Pool) -> Iterator[OpCase]:
+    """The launch first."""
     dtypes = [torch.float32, torch.bfloat16] + ([torch.float64] if pool.device.type == "cpu" else [torch.float16])
-    yield from tiny_cases(pool)
-    grids = [Grid(torch.float32, plan.matmul_sizes, plan.max_flops, plan.held_out_shapes)]
-    grids += [Grid(dtype, plan.other_sizes, plan.max_flops / 2, plan.held_out_shapes[::3]) for dtype in dtypes[1:]]
-    yield from matmul_cases(pool, grids)
+    yield launch_case(pool)
+    yield from matmul_cases(pool, dtypes[0], plan.matmul_sizes, plan.max_flops)
+    for dtype in dtypes[1:]:
+        yield from matmul_cases(pool, dtype, plan.other_sizes, plan.max_flops / 2)
     for dtype in dtypes[:2]:
-        yield from batched_cases(pool, dtype, plan.is_quick)
-        yield from attention_cases(pool, dtype, plan.attention, _HELD_OUT_ATTENTION)
-    yield from memory_cases(pool, plan.memory, plan.held_out_memory)
+        yield from batched_cases(pool, dtype)
+        yield from attention_cases(pool, dtype, plan.attention)
+    yield from memory_cases(pool, plan.memory)
 
 
 def _mixed_work(pool: Pool, device: torch.device) -> Callable[[], Any]:
     """A small part of a step: a matmul and memory work."""
     aten = torch.ops.aten
     factors = (pool.take((256, 256)), pool.take((256, 512)))
-    product = OpCase("", aten.mm.default, (factors,))
-    sums = OpCase("", aten.add.Tensor, ((pool.take((256, 512)), pool.take((256, 512))),))
+    product = OpCase(aten.mm.default, (factors,))
+    sums = OpCase(aten.add.Tensor, ((pool.take((256, 512)), pool.take((256, 512))),))
     blocks = (RepeatedOp(product, 4, device), RepeatedOp(sums, 8, device))
 
     def run() -> None:

@@ -30,27 +30,20 @@ _ALONE = Mesh("")
 
 @dataclass(frozen=True, slots=True)
 class OpCase:
-    """An op to time: `target` on each of `operands` in turn, so that operands need not be in a near cache. `label` is
-    the class that errors are stated for. A held-out case is not part of the fit. `kind` is the kind of memory work that
-    it represents, if not the simulator's, and `weight` its weight among the fitted ops of the same kind and size."""
+    """An op to time: `target` on each of `operands` in turn, so that operands need not be in a near cache. `kind` is
+    that of the memory work that it represents, if not the simulator's."""
 
-    label: str
     target: Any
     operands: tuple[tuple[Any, ...], ...]
-    is_held_out: bool = False
     kind: str = ""
-    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """`work` took `seconds`, including the executor's overhead."""
 
-    label: str
     work: Work
     seconds: float
-    is_held_out: bool
-    weight: float = 1.0
 
 
 def time_run(run: Callable[[], None], repeats: int = 1) -> float:
@@ -195,7 +188,4 @@ def time_ops(cases: Sequence[OpCase], device: torch.device, effort: Effort, peer
                 peers.meet()
                 durations.append(block.sample())
     seconds = peers.mean([typical(durations) for durations in samples])
-    return [
-        Measurement(block.case.label, block.work, seconds_per_run, block.case.is_held_out, block.case.weight)
-        for block, seconds_per_run in zip(blocks, seconds, strict=True)
-    ]
+    return [Measurement(block.work, each) for block, each in zip(blocks, seconds, strict=True)]

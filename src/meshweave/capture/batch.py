@@ -227,6 +227,11 @@ def batch_size(shapes: Iterable[torch.Size | tuple[int, ...]]) -> int | None:
     return next((shape[0] for shape in shapes if len(shape)), None)
 
 
+def in_float64(batch: Any) -> Any:
+    """The batch with floating-point tensors in float64."""
+    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
+
+
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model with the arguments of its forward in a batch: keys of a dict by name, a tuple by position, fields
     of a dataclass by name or, if forward knows none of them, the dataclass."""

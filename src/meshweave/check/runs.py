@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.batch import call_model, split_loss
+from meshweave.capture.batch import call_model, in_float64, split_loss
 from meshweave.capture.param_dtype import ParamDtype
-from meshweave.capture.sources import in_float64
 from meshweave.capture.step import Precision, Substituted, cast_for_eager
 from meshweave.capture.step_inputs import state_name
 from meshweave.capture.trace import GlobalRandom

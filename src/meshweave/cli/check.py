@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshweave.capture.batch import Batch, call_model
-from meshweave.capture.sources import in_float64
+from meshweave.capture.batch import Batch, call_model, in_float64
 from meshweave.check.numerics import CHECK_LR, Bounds, NumericsReport, check_numerics
 from meshweave.check.runs import CHECK_STEPS, Recipe, Training
 from meshweave.cli.command import option

@@ -13,14 +13,14 @@ from torch import nn
 
 from meshweave.build import Target, build_program
 from meshweave.capture.batch import shapes_text
-from meshweave.capture.hugging_face import is_configuration
-from meshweave.capture.named_models import named_models
 from meshweave.capture.optimizers import read_optimizer
-from meshweave.capture.sources import Source, load_source
 from meshweave.capture.step import CaptureOptions, Precision, StepSource
 from meshweave.cli.command import Options, argument, option
 from meshweave.cli.costs import parse_costs, parse_machine
+from meshweave.cli.hugging_face import is_configuration
+from meshweave.cli.named_models import named_models
 from meshweave.cli.screen import Screen, Stage
+from meshweave.cli.sources import Source, load_source
 from meshweave.cost.hardware import Costs, MachineProfile, load_profile, profile_names
 from meshweave.cost.simulate.frameworks import FRAMEWORKS, MESHWEAVE, framework_named
 from meshweave.cost.simulate.kernels import Fusion

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshweave.capture.sources import Source
 from meshweave.cli.command import option
 from meshweave.cli.job import MeshStepOptions, compiled
 from meshweave.cli.screen import Screen, check_outputs, rank, write_text
+from meshweave.cli.sources import Source
 from meshweave.cost.simulate.result import Simulation
 from meshweave.ir.mesh import Mesh
 from meshweave.place.plan_text import parse_plan

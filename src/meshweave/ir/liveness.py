@@ -19,6 +19,12 @@ LiveRange = tuple[int, int, int]
 REPLACED = ("param", "state", "acc")  # kinds of inputs that an output of the same name replaces
 
 
+def replaced_inputs(role: RankGraph) -> set[fx.Node]:
+    """The inputs that an output of the same name replaces: they die at their last use, all others live to the end."""
+    replaced = {key for key in role.outputs if key[0] in REPLACED}
+    return {node for node, item in role.sources.items() if (item.kind, item.name) in replaced}
+
+
 def live_bytes(ranges: Iterable[LiveRange], num_moments: int) -> list[int]:
     """The live bytes at each of the moments 0 .. num_moments - 1."""
     changes = [0] * (num_moments + 1)
@@ -61,11 +67,11 @@ def role_liveness(role: RankGraph) -> RoleLiveness:
     nodes = [n for n in role.graph.nodes if n.op == "call_function" and n.target not in SYMBOLS]
     begin, end, sizes = dict[int, int](), dict[int, int](), dict[int, int]()
     never = len(nodes) + 1
-    replaced = {key for key in role.outputs if key[0] in REPLACED}
-    for node, item in role.sources.items():
+    replaced = replaced_inputs(role)
+    for node in role.sources:
         for x in values[node]:
             begin[x.storage], sizes[x.storage] = 0, x.storage_bytes
-            end[x.storage] = 1 if (item.kind, item.name) in replaced else never
+            end[x.storage] = 1 if node in replaced else never
     for at, node in enumerate(nodes):
         for x in values[node]:
             begin.setdefault(x.storage, at)

@@ -14,7 +14,7 @@ from meshweave.ir import local_ops
 from meshweave.ir.graph import argument, spec_of, tensor_inputs
 from meshweave.ir.ops import is_zeros
 from meshweave.ops.factors import Dim, Rule, RuleBuilder, moved, sums
-from meshweave.ops.pieces import OnPiece, PieceCall
+from meshweave.ops.pieces import AS_IT_IS, OnPiece, PieceCall
 from meshweave.ops.registry import add
 
 aten = torch.ops.aten
@@ -49,15 +49,19 @@ def _embedding_backward_of_piece(call: PieceCall) -> fx.Node | None:
     return call.write(local_ops.embedding_backward, *call.values, *numbers)
 
 
+def _rows_by_number(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    return [(0, argument(node, 1))]
+
+
 add(
     aten.embedding.default,
     _embedding,
-    on_piece=OnPiece(_embedding_of_piece, in_chunks="index", looked_up=lambda node, rule: rule.operands[0][:1]),
+    on_piece=OnPiece(_embedding_of_piece, in_chunks="index", indexed=_rows_by_number),
 )
 add(
     aten.embedding_dense_backward.default,
     _embedding_backward,
-    on_piece=OnPiece(_embedding_backward_of_piece, in_chunks="index", looked_up=lambda node, rule: rule.results[0][:1]),
+    on_piece=OnPiece(_embedding_backward_of_piece, in_chunks="index", indexed=_rows_by_number, makes_table=True),
 )
 
 
@@ -146,29 +150,29 @@ def _scatter_to_piece(call: PieceCall) -> fx.Node | None:
     return call.write_at(dim, local_ops.scatter, call.args[0], dim, *call.args[2:4], added)
 
 
-def _line(node: fx.Node, rule: Rule) -> Sequence[Dim]:
-    dim = _dim_of(node)
-    return rule.operands[0][dim : dim + 1]
+def _line(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    return [(_dim_of(node), argument(node, 2))] if spec_of(argument(node, 0)).shape else []
 
 
 add(
     aten.gather.default,
     _gather,
-    on_piece=OnPiece(_along(local_ops.gather), in_chunks="index", looked_up=_line),
+    on_piece=OnPiece(_along(local_ops.gather), in_chunks="index", indexed=_line),
 )
 add(
     [aten.scatter.value, aten.scatter.src, aten.scatter_add.default],
     _scatter,
-    on_piece=OnPiece(_scatter_to_piece, in_chunks="index", looked_up=_line),
+    on_piece=OnPiece(_scatter_to_piece, in_chunks="index", indexed=_line),
 )
 add(
     [aten.scatter.value_reduce, aten.scatter_reduce.two],
     partial(_scatter, whole=True),
+    on_piece=replace(AS_IT_IS, indexed=_line),
 )
 add(
     aten.index_select.default,
     _index_select,
-    on_piece=OnPiece(_along(local_ops.index_select), is_placed=False, in_chunks="index", looked_up=_line),
+    on_piece=OnPiece(_along(local_ops.index_select), is_placed=False, in_chunks="index", indexed=_line),
 )
 
 
@@ -240,24 +244,20 @@ def _index_put(node: fx.Node) -> Rule:
     return rule if dim is None else replace(rule, placed=frozenset(dims[dim]))
 
 
-def _indexed_dims(node: fx.Node) -> list[int]:
-    return [d for d, index in enumerate(argument(node, 1)) if index is not None]
+def _indexed(node: fx.Node) -> list[tuple[int, fx.Node]]:
+    return [(d, index) for d, index in enumerate(argument(node, 1)) if index is not None]
 
 
 def _rows_of_piece(call: PieceCall, function: Any) -> fx.Node | None:
     """A lookup in the rows of a piece, or a sum into these; of several indexed dims none is cut."""
-    dim = _indexed_dims(call.node)[0]
+    dim, _ = _indexed(call.node)[0]
     rest = (call.args[1][dim], *call.args[2:3], call.operand(0)[0].shape[dim])
     return call.write_at(dim, function, call.values[0], dim, *rest)
-
-
-def _indexed(node: fx.Node, rule: Rule) -> list[Dim]:
-    return [rule.operands[0][d] for d in _indexed_dims(node)]
 
 
 for _targets, _rule, _local in (
     ([aten.index.Tensor, aten._unsafe_index.Tensor], _index, local_ops.index_rows),
     ([aten.index_put.default, aten._unsafe_index_put.default], _index_put, local_ops.add_rows),
 ):
-    _on_piece = OnPiece(partial(_rows_of_piece, function=_local), is_placed=False, looked_up=_indexed)
+    _on_piece = OnPiece(partial(_rows_of_piece, function=_local), is_placed=False, indexed=_indexed)
     add(_targets, _rule, on_piece=_on_piece)

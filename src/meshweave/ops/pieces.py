@@ -3,7 +3,7 @@ piece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,7 +81,8 @@ class OnPiece:
     that each needs all rows of its piece; an op with tables of indices says in its rule along which factors
     (`Rule.placed`). `in_chunks`: whether chunks of rows may run it as it is: along any dim, those of its index, its
     first dim, or none. `shape_at`: the argument that is the shape of the result, -1 without. `is_ordered`: its result
-    depends on the order of rows. `looked_up`: dims that it indexes, to read or write.
+    depends on the order of rows. `indexed`: the dims of a table that it reads or writes by numbers, each with its
+    index; the table is its first operand, or its result if it `makes_table`.
     """
 
     write: Callable[[PieceCall], fx.Node | None]
@@ -89,7 +90,13 @@ class OnPiece:
     in_chunks: Literal["any", "index", "batch", ""] = ""
     shape_at: int = -1
     is_ordered: bool = False
-    looked_up: Callable[[fx.Node, Rule], Iterable[Dim]] = lambda node, rule: ()
+    indexed: Callable[[fx.Node], Sequence[tuple[int, fx.Node]]] = lambda node: ()
+    makes_table: bool = False
+
+    def looked_up(self, node: fx.Node, rule: Rule) -> list[Dim]:
+        """The factors of the indexed dims."""
+        tables = rule.results if self.makes_table else rule.operands
+        return [tables[0][dim] for dim, _ in self.indexed(node)]
 
     def call(self, emit: Emitter, node: fx.Node, values: Sequence[fx.Node], args: Any, kwargs: Any) -> fx.Node:
         """The call on local values that computes the piece of `node`."""

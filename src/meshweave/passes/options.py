@@ -7,11 +7,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from meshweave.capture.sources import import_file
 from meshweave.errors import MeshweaveError
 from meshweave.passes.base import Pass
 from meshweave.passes.optimize import PassList
 from meshweave.passes.table import GROUPS, PASSES, Overlap, Prefetch, Recompute, RingAttention, Split
+from meshweave.user_code import import_file
 
 PassesArgument = str | Sequence[Pass[Any]] | None
 

@@ -22,15 +22,6 @@ from meshweave.ops.registry import TABLE, results_of, row_for
 
 aten = torch.ops.aten
 
-_BY_LIST = frozenset(
-    {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default, aten._unsafe_index_put.default}
-)
-_ALONG = frozenset(
-    {
-        aten.gather.default, aten.index_select.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default,
-        aten.scatter.value_reduce, aten.scatter_reduce.two,
-    }
-)  # fmt: skip
 _PARTS = frozenset({aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default})
 _SUMS = frozenset({aten.index_put.default, aten._unsafe_index_put.default, aten.scatter_add.default})
 _NOTES = logging.getLogger("meshweave")
@@ -142,7 +133,7 @@ def _lookups(
     origins: Mapping[fx.Node, frozenset[str]],
     num_rows: int | None,
 ) -> Iterator[RowLookup]:
-    chosen = [(dim, index) for dim, index in _indexed(node) if origins.get(index)]
+    chosen = [(dim, index) for dim, index in row_for(node).on_piece.indexed(node) if origins.get(index)]
     if not chosen:
         return
     table, *others = tensor_inputs(node)
@@ -153,16 +144,6 @@ def _lookups(
         merges = is_sum and bool(added) and not any(added.keys() & dim for dim in rule.results[0])
         if is_of_rows or merges:
             yield RowLookup(node, tuple(sorted(origins[index])), not is_of_rows)
-
-
-def _indexed(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The indexed dims of the first operand of a lookup, each with its index; empty for other ops."""
-    if node.target in _BY_LIST:
-        return [(dim, index) for dim, index in enumerate(argument(node, 1)) if index is not None]
-    if node.target in _ALONG:
-        rank = len(spec_of(argument(node, 0)).shape)
-        return [(argument(node, 1) % max(rank, 1), argument(node, 2))] if rank else []
-    return [(0, argument(node, 1))] if node.target is aten.embedding.default else []
 
 
 def _is_part_of_rows(node: fx.Node, rows: _Rows) -> bool:

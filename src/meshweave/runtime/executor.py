@@ -14,7 +14,7 @@ from meshweave.engine.sections import Sections, sections_of
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.graph import map_nodes, op_name, origin_of
-from meshweave.ir.liveness import REPLACED
+from meshweave.ir.liveness import replaced_inputs
 from meshweave.ir.ops import KERNELS
 from meshweave.ir.rank import SYMBOLS, RankGraph, bind_symbols, prepared_values
 from meshweave.ir.traits import FACTORIES
@@ -153,10 +153,11 @@ class _TaskWriter:
         self, graph: RankGraph, device: torch.device, slot: Mapping[fx.Node, int], kept: Collection[fx.Node]
     ) -> None:
         self.device, self.slot, self.kept = device, slot, kept
-        sources = graph.graph.find_nodes(op="placeholder")
-        replaced = {key for key in graph.outputs if key[0] in REPLACED}
-        pinned = {n for n, i in zip(sources, graph.inputs, strict=True) if (i.kind, i.name) not in replaced}
-        self.lasting = pinned | {n for n in graph.graph.nodes if n.target in SYMBOLS} | set(kept)
+        self.lasting = (
+            ({*graph.sources} - replaced_inputs(graph))
+            | {n for n in graph.graph.nodes if n.target in SYMBOLS}
+            | set(kept)
+        )
         self.renewals = {n for (kind, _), n in graph.results.items() if kind in ("param", "state")}
         self.buckets, self.sums = _buckets(graph), _sums(graph)
         self.last: dict[fx.Node, Step] = {}

@@ -31,7 +31,11 @@ PLAIN = place_stages(RANKS, 1, "plain")
 V = place_stages(RANKS, 2, "v")
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"{setting.model}-{setting.microbatches}")
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(each, marks=() if i % 3 == 0 else pytest.mark.slow) for i, each in enumerate(SETTINGS)],
+    ids=lambda setting: f"{setting.model}-{setting.microbatches}",
+)
 @pytest.mark.parametrize(("memory", "names"), [(1, ("1f1b", "zb-h1", "zb-1p")), (2, ("zb-h2", "zb-2p"))])
 def test_no_slower_than_the_paper_in_its_memory(setting: Setting, memory: int, names: tuple[str, ...]) -> None:
     best = min(run.rate for run in RUNS if run.setting is setting and run.schedule in names)

@@ -15,7 +15,6 @@ from meshweave.cost.hardware.schema import (
     SECONDS,
     AttentionModel,
     Fit,
-    FitError,
     Link,
     Links,
     MatmulModel,
@@ -69,7 +68,6 @@ class MachineProfile:
     power: Power | None = None
     nccl: Nccl | None = None
     collectives: tuple[Fit, ...] = ()
-    errors: tuple[FitError, ...] = ()
 
     def __hash__(self) -> int:
         return hash((self.name, self.version))

@@ -225,13 +225,3 @@ class MeasuredLinks:
     version: str = field(metadata=_TEXT)
     devices_per_node: int = field(metadata=COUNT)
     collectives: tuple[Fit, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FitError:
-    """A calibration's own estimate of its error on held-out points: relative errors, 0.1 is 10%."""
-
-    kind: str = field(metadata=_TEXT)
-    num_points: int = field(metadata=COUNT)
-    median: float = field(metadata=figure("a relative error, 0 or more", 0))
-    worst: float = field(metadata=figure("a relative error, 0 or more", 0))

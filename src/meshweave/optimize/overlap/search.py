@@ -17,7 +17,10 @@ from meshweave.optimize.overlap.ready_queue import Policy, schedule
 
 Method = tuple[Policy, Fold]  # how an order is computed: a policy, and which items are one
 
-# Windows in items, and how gaps are filled: a prefix of this list, as long as the effort allows. A layer of a
+# Figures of the search, and why they are what they are. What was "seen" is of 8 graphs of benchmarks/overlap.py (Llama
+# 3 8B and 70B, 1,000 to 8,000 nodes) under the default cap, 2026-11.
+
+# Methods, the first of them for every graph, and as many as `_EFFORT` allows. Windows are in items: a layer of a
 # transformer is 60 to 150 items in backward; the best window depends on the ratio of kernels to communications. In
 # backward graphs of Llama-8B and DeepSeek-V3 (autoparallel, tools/overlap_simulator) each of the first six was the best
 # or close to it for some graph and size of buckets. Patience keeps a weight gradient from delaying the critical path
@@ -34,39 +37,49 @@ _METHODS: tuple[Method, ...] = (
 )
 _FOLDED: dict[Fold, str] = {"feeders": "", "inputs": ", starts apart", "nothing": ", nothing folded"}
 _NOTHING: Fold = "nothing"
-_EFFORT = 24_000  # items that these methods schedule in a large graph: bounds their time
-_LEAST = 6  # methods that any graph is scheduled by
 _LEAN = Policy(0, ahead=-inf)
 _SHORT = (Policy(64, fit=True), Policy(16, fit=True), _LEAN)  # where memory is short
 _FREE = (Policy(256, fit=True, by_path=True), Policy(256, by_path=True), Policy(8))  # where nothing is folded
-_CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # where links are slower than in the costs
-# Bytes at the larger end of a bucket, of gathers and of reductions. In a large graph whose links have spare time only
-# the first are tried.
+_CAREFUL = (Policy(256, 2.0, fit=True), Policy(256, 3.0, fit=True))  # links 2 and 3 times slower: scenarios of `choose`
+_MOVED = ", moved"
+
+# Sizes of buckets: bytes at the larger end, of gathers and of reductions. Steps by four from those of PyTorch (25 MiB,
+# a layer of FSDP2) to everything in one; in a large graph, whose orders take longer, by two around a layer of 8B over 8
+# ranks, and if its links have spare time only the first, which costs least memory.
 _SIZES = ((32e6, 32e6), (128e6, 128e6), (512e6, 512e6), (inf, inf))
 _SIZES_LARGE = ((32e6, 64e6), (64e6, 128e6), (128e6, 128e6), (256e6, 256e6))
-_FAR = 0.03  # in a large graph still larger buckets are not tried where these are slower by more
-_HOPELESS = 0.1  # orders that are slower by more are given up; methods, too, if they are so without buckets
-_CLOSE = 5e-3  # buckets that are slower than none by less are scheduled by all methods
-_HARDLY = 0.01  # sizes that are slower by less are tried again by another method
-_BUSY = 0.9  # the work of links, as a share of that of compute, from which more sizes are tried
-_RAMP = 3  # then the first gather is an eighth of a bucket, otherwise the last reduction
-SMALL = 600  # items up to which single merges are tried
-_STEPS = 12_000  # items that they may schedule: bounds their time
-# Fractions of the peak of the input order: rungs of memory under which orders are searched, each where orders differ
-# from those of the previous rung, and then no limit at all. They do not depend on the cap, and only orders up to it are
+# Halvings: the first gather (of a busy link; else the last reduction), which nothing hides, is an eighth of a bucket.
+# Seen: without, 8B with short batches is 1.7% slower.
+_RAMP = 3
+
+# Shares of the seconds of a graph. Costs are off by several percent, so that orders within ENOUGH are the same but for
+# what links carry; the others say how far from the fastest a thing may be that could still become the fastest. Seen:
+# half or twice of these others change no graph.
+ENOUGH = 1e-3  # orders: the one with less work of links and copies is taken
+_GAIN = 2e-4  # a move: many add up (seen: at ENOUGH, 70B is 0.1% slower)
+_CLOSE = 5e-3  # sets of buckets: all methods schedule them; sizes: another method tries them again
+_FAR = 0.03  # orders, which are given up; methods and larger buckets, which are not tried
+_BUSY = 0.9  # of compute, the work of links: below, there is always compute to hide under
+
+# Memory, as parts of the peak of the input order: rungs under which orders are searched, each where orders differ from
+# those of the previous rung, and then no limit at all. They do not depend on the cap, and only orders up to it are
 # used: so more memory is never slower. Methods and buckets are chosen on the rung `_USUAL`, that of the default cap.
 _RUNGS = (1.0, 1.02, 1.1, 1.2, 1.5, 2.0)
 _USUAL = 1.05
 _STEP = 0.9  # from a rung to the next below the peak of the input order, until nothing fits
 _FINER = (1.025, 1.05, 1.08)  # and above that rung, because an order may fit in a little less than the rung above it
-_TIGHT = 2400  # items that are scheduled on each of these rungs, beside methods that need little memory
-_AGAIN = 6000  # items that are scheduled again on each rung, by the fastest methods; at least two methods in any graph
-_MOVES = 40_000  # items that moves from the fastest order may play under each limit
-_STALLS = 4  # stalls of an order that are filled
-_IMPROVED = 3  # sets of buckets whose fastest order is improved
-_GAIN = 2e-4  # a move that helps less is not taken
-_MOVED = ", moved"
-ENOUGH = 1e-3  # orders that differ by less are judged by the work of links and copies
+
+# Effort, in items: what a graph gets is a figure divided by its items, so that a search takes seconds in any graph.
+# Seen: with half of all, 70B is 0.4% slower; with twice, no graph is faster by more than 0.15%.
+SMALL = 600  # up to this size all methods, all sizes and single merges are tried
+_STEPS = 12_000  # by single merges
+_EFFORT = 24_000  # by `_METHODS` in a large graph, at least the first `_LEAST`
+_LEAST = 6
+_AGAIN = 6000  # on each rung by the fastest methods, at least two
+_TIGHT = 2400  # on each rung below the peak of the input order, beside methods that need little memory
+_MOVES = 40_000  # by moves under each limit, which are played, not scheduled
+_STALLS = 4  # of an order: the longest, which moves fill
+_IMPROVED = 3  # sets of buckets whose fastest order is moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +247,7 @@ class OrderSearch:
         slower than others with the sample of buckets."""
         done = {(policy, shape.fold) for c, shape, policy in self.attempts if c.merged.buckets == buckets}
         seconds = {(policy, shape.fold): c.seconds[0] for c, shape, policy in self.sampled()}
-        slowest = (1 + (_FAR if self.sample else _HOPELESS)) * min(seconds.values(), default=inf)
+        slowest = (1 + _FAR) * min(seconds.values(), default=inf)
         where = f", {len(buckets)} buckets" if buckets else ""
         return [
             self.schedule(name + where, self.shape(buckets, method[1]), method[0])
@@ -318,7 +331,7 @@ class OrderSearch:
 
     def schedule(self, name: str, shape: _Shape, policy: Policy) -> OrderCandidate:
         fastest = min((c.seconds[0] for c in self.judged if c.peak <= self.room), default=inf)
-        order, *span = schedule(shape.outline, policy, self.room, (1 + _HOPELESS) * fastest)
+        order, *span = schedule(shape.outline, policy, self.room, (1 + _FAR) * fastest)
         self.spans.setdefault((policy, id(shape)), []).append((span[0], span[1]))
         candidate = self.judge(name, shape.merged, shape.folded.unfold(order))
         self.attempts.append((candidate, shape, policy))
@@ -382,7 +395,7 @@ class OrderSearch:
 
     def resize(self) -> None:
         """Other sizes, also for gathers than for reductions, by the method of the fastest order, while that helps."""
-        most = (1 + _HARDLY) * min(self.fastest_seconds.values())
+        most = (1 + _CLOSE) * min(self.fastest_seconds.values())
         for pair in [pair for pair, buckets in self.by_size.items() if self.fastest_seconds[buckets] <= most]:
             self.try_buckets(*pair, self.fastest_method())
         gathers, reductions = min(self.by_size, key=lambda pair: self.fastest_seconds[self.by_size[pair]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -16,7 +16,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.collectives import STARTS, WAIT, transfer
 from meshweave.ir.device_program import DeviceProgram
 from meshweave.ir.graph import PARTS, copied_graph, origin_of
-from meshweave.ir.liveness import REPLACED
+from meshweave.ir.liveness import replaced_inputs
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied, prepared_values
 from meshweave.ir.values import NOTHING, local_values, uneven_dims
 from meshweave.optimize.overlap.decide import OverlapOptions
@@ -63,7 +63,7 @@ class RoleForm:
             graph,
             local.values | dict.fromkeys(self.fences.values(), NOTHING),
             lambda start: self.copy.group_axes(str(start.args[-1])),
-            self._releasable(),
+            replaced_inputs(self.copy).__contains__,
             {self.fences[phase]: phase == "backward" for phase in _BEFORE if phase in self.fences},
             uneven,
             is_whole=True,
@@ -102,12 +102,6 @@ class RoleForm:
         needed = [n for n in before if n.op == "call_function" and n in read]
         with self.copy.graph.inserting_before(first):
             return self.copy.graph.call_function(begin, (phase, *needed))
-
-    def _releasable(self) -> Callable[[fx.Node], bool]:
-        """Which inputs die at their last use: those replaced by an output of the same name (`runtime.executor`)."""
-        keys = {n: (i.kind, i.name) for n, i in self.copy.sources.items()}
-        replaced = {key for key in self.copy.outputs if key[0] in REPLACED}
-        return lambda node: keys[node] in replaced
 
 
 def form_of(role: RankGraph, microbatches: int = 1, keeps_gradients: bool = False) -> RoleForm:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.capture.hugging_face import from_configuration
-from meshweave.capture.named_models import named_models
-from meshweave.capture.sources import load_source
+from meshweave.cli.hugging_face import from_configuration
+from meshweave.cli.named_models import named_models
+from meshweave.cli.sources import load_source
 from meshweave.errors import MeshweaveError
 
 CONFIG = {

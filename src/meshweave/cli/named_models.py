@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-_FILE = resources.files("meshweave.capture") / "data" / "models.toml"
+_FILE = resources.files("meshweave.cli") / "data" / "models.toml"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from urllib.parse import parse_qsl
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.named_models import named_models
+from meshweave.cli.named_models import named_models
 from meshweave.errors import MeshweaveError, near_miss
 
 MAX_CONTEXT = 8192
@@ -66,45 +65,16 @@ def _image_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> di
     return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (batch,), generator=generator)}
 
 
-def _spoken_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
-    """Features of sound, and the text in it."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-    sound = torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
-    return {"input_features": sound, "labels": text_windows(index, batch, seq, seed) % config.vocab_size}
-
-
-def _sound_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
-    """Sound of `seq` frames, or a spectrogram of the model's length, and its class."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-    is_plain = hasattr(config, "conv_stride")
-    shape = (seq * math.prod(config.conv_stride) + 80,) if is_plain else (config.max_length, config.num_mel_bins)
-    sound = torch.randn(batch, *shape, generator=generator)
-    return {"input_values": sound, "labels": torch.randint(config.num_labels, (batch,), generator=generator)}
-
-
-def _labelled_batch(names: Sequence[str], by_token: bool, limit: str) -> Callable[..., dict[str, Tensor]]:
-    """Batches of text, with labels below a number, of which `limit` is the field ("": the length of the text)."""
-
-    def make(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
-        ids = text_windows(index, batch, seq, seed)
-        labels = (ids if by_token else ids[:, 0]) % (getattr(config, limit) if limit else seq)
-        return {"input_ids": ids % config.vocab_size, **{name: labels.clone() for name in names}}
-
-    return make
+def _labelled_batch(index: int, batch: int, seq: int, config: Any, seed: int) -> dict[str, Tensor]:
+    """A label for each row of text."""
+    ids = text_windows(index, batch, seq, seed)
+    return {"input_ids": ids % config.vocab_size, "labels": ids[:, 0] % config.num_labels}
 
 
 # The first whose mapping in transformers has the type, unless `task=` names one. Bert-like types have a causal head
-# too, hence the order. In training, transformers skips layers and hides frames by random numbers of Python.
-_WITHOUT_PYTHON = {"layerdrop": 0.0, "mask_time_prob": 0.0, "apply_spec_augment": False}
-_SMALL_SOUND = {"conv_dim": [32] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+# too, hence the order.
 _TASKS = (
     _ModelFamily("AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _image_batch),
-    _ModelFamily(
-        "AutoModelForSpeechSeq2Seq",
-        "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-        _spoken_batch,
-        {**_WITHOUT_PYTHON, "max_source_positions": 32},
-    ),
     _ModelFamily(
         "AutoModelForSeq2SeqLM",
         "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
@@ -114,27 +84,10 @@ _TASKS = (
     _ModelFamily("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", _masked_batch),
     _ModelFamily("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", _causal_batch),
     _ModelFamily(
-        "AutoModelForAudioClassification",
-        "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
-        _sound_batch,
-        {**_WITHOUT_PYTHON, **_SMALL_SOUND},
-    ),
-    _ModelFamily(
         "AutoModelForSequenceClassification",
         "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-        _labelled_batch(["labels"], False, "num_labels"),
+        _labelled_batch,
         {"pad_token_id": 0},
-    ),
-    _ModelFamily(
-        "AutoModelForTokenClassification",
-        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-        _labelled_batch(["labels"], True, "num_labels"),
-    ),
-    _ModelFamily(
-        "AutoModelForQuestionAnswering",
-        "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-        _labelled_batch(["start_positions", "end_positions"], False, ""),
-        {"num_labels": 2},
     ),
 )
 _SMALL_IMAGE = 32
@@ -272,7 +225,7 @@ def _task_of(model_type: str, name: str | None, text: str) -> _ModelFamily:
             expected=near_miss(model_type, known),
             hint=f"write {model_type} without hf:"
             if model_type in named_models()
-            else "types are those of transformers' AutoConfig, such as llama, gpt2, bert, t5, vit, whisper; else write "
+            else "types are those of transformers' AutoConfig, such as llama, gpt2, bert, t5, vit; else write "
             "a factory: file.py:factory",
         )
     return task

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshweave.capture.hugging_face import from_configuration, is_configuration
-from meshweave.capture.named_models import named_models
+from meshweave.capture.batch import in_float64
+from meshweave.cli.hugging_face import from_configuration, is_configuration
+from meshweave.cli.named_models import named_models
 from meshweave.errors import MeshweaveError, near_miss
 from meshweave.interop import pytree
+from meshweave.user_code import call_user_code, import_file
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -74,11 +73,6 @@ def _source(name: str, model: nn.Module, loss: Loss, make: Callable[[int], Any])
     return Source(name=name, model=model, loss=loss, batch=batch, make_batch=make, tokens_per_batch=count, unit=unit)
 
 
-def in_float64(batch: Any) -> Any:
-    """The batch with floating-point tensors in float64."""
-    return pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, batch)
-
-
 def _count(batch: Any) -> tuple[int, str]:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if isinstance(ids, Tensor):
@@ -112,7 +106,7 @@ def _from_file(text: str, batch: int | None, seq: int | None, seed: int, device:
             hint=f"give it a parameter: def {name}(batch: int = {batch}), or omit --local-batch and --batch",
         )
     with torch.device(device):
-        source = _with_guards(lambda: factory(**arguments), path, f"{name}() failed")
+        source = call_user_code(lambda: factory(**arguments), path, f"{name}() failed")
     return _read(source, text)
 
 
@@ -132,25 +126,6 @@ def _read(source: Any, text: str) -> Source:
     return _source(text, model, loss, data if callable(data) else lambda index: data)
 
 
-def import_file(path: Path) -> ModuleType:
-    """The module of a file. Raises MeshweaveError, with file and line, if it cannot be imported."""
-    if not path.is_file():
-        near = near_miss(path.name, sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else [])
-        raise MeshweaveError("no such file", got=str(path), expected=near and f"in {path.parent}: {near}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look a module up by its name
-    folder = str(path.parent.resolve())
-    sys.path.insert(0, folder)
-    try:
-        _with_guards(lambda: spec.loader.exec_module(module), str(path), "the file cannot be imported")  # type: ignore[union-attr]
-    finally:
-        sys.path.remove(folder)
-    return module
-
-
 def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
     factory = getattr(module, name, None)
     if callable(factory):
@@ -162,20 +137,3 @@ def _function(module: ModuleType, name: str, path: str) -> Callable[..., Any]:
         got=name,
         expected=near_miss(name, own) or "a function that returns (model, batch, loss)",
     )
-
-
-def _with_guards(call: Callable[[], Any], path: str, what: str) -> Any:
-    try:
-        return call()
-    except MeshweaveError:
-        raise
-    except Exception as error:
-        _raise_at_line(error, path, what)
-
-
-def _raise_at_line(error: Exception, path: str, what: str) -> NoReturn:
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename.endswith(Path(path).name)]
-    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-    raise MeshweaveError(
-        what, where=f"{path}:{line}" if line else path, got=f"{type(error).__name__}: {error}"
-    ) from error
