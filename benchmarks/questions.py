@@ -34,7 +34,7 @@ def measure(name: str) -> dict[str, Any]:
     import torch
 
     import meshweave as mw
-    from meshweave.capture.sources import load_source
+    from meshweave.cli.sources import load_source
 
     began = time.process_time()
     source = load_source(name, batch=1, seq=8192, device="meta")

@@ -10,12 +10,12 @@ from typing import Any, Literal
 from rich.markup import escape
 
 from meshweave.build import Target
-from meshweave.capture.hugging_face import is_configuration
-from meshweave.capture.sources import Source
 from meshweave.cli.command import option
+from meshweave.cli.hugging_face import is_configuration
 from meshweave.cli.job import MachineOptions, StepOptions, meshes_like, parse_bytes
 from meshweave.cli.levers import Peak, Setting, levers
 from meshweave.cli.screen import Screen, attributes_of, check_outputs, write_text
+from meshweave.cli.sources import Source
 from meshweave.cost.simulate.frameworks import framework_named
 from meshweave.cost.simulate.result import Simulation
 from meshweave.errors import MeshweaveError
