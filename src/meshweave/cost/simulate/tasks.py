@@ -117,13 +117,14 @@ class _TaskLowering:
     tasks: list[SimulatedTask] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
     waits: dict[int, int] = field(default_factory=dict)  # start -> its wait
-    following: dict[int, int] = field(default_factory=dict)  # a task of a role -> the next of its stream
+    following: dict[int, int] = field(default_factory=dict)  # where senders wait: a task -> the next of its stream
     paired: dict[PairKey, PairTurns] = field(default_factory=dict)
     flat: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
     def run(self) -> Tasks:
         streams = [self.stream(i) for i in range(len(self.graphs))]
-        self.following = {task: after for stream in streams for task, after in pairwise(stream)}
+        if self.is_blocking():
+            self.following = {task: after for stream in streams for task, after in pairwise(stream)}
         roles = tuple(replace(role, tasks=tuple(stream)) for role, stream in zip(self.roles, streams, strict=True))
         names = [f"compute {i}" if len(self.graphs) > 1 else "compute" for i in range(len(self.graphs))]
         lines: dict[Any, list[tuple[int, Channel, Starts]]] = {}
@@ -285,7 +286,7 @@ class _TaskLowering:
         for _, each in bucket:
             senders, takers = self.ends(kind, key, each)
             self.needs[task] += senders
-            for start in senders if kind == "transfer" and self.is_blocking else ():
+            for start in senders if kind == "transfer" else ():
                 if start in self.following:
                     self.needs[self.following[start]].append(task)
             waiting += [self.waits[start] for start in takers if start in self.waits]
@@ -310,7 +311,6 @@ class _TaskLowering:
         size = int(2 * (operand + task.received))
         return self.profile.compute_seconds(MemoryWork("copy", size, size // 2, torch.uint8))
 
-    @property
     def is_blocking(self) -> bool:
         """Whether senders wait for their messages; not where a role has several stages, of which another goes on."""
         stages = [{action.stage for action in its if action.name in PASSES} for its in self.schedule.of_role]
