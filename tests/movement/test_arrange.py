@@ -1,6 +1,7 @@
 """arrange: moves go past casts, views and sums where less moves, are shared, and mean what they meant."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from torch import fx, nn
 
 import meshweave as mw
 from meshweave.check.completeness import check_complete
+from meshweave.cli.sources import load_source
 from meshweave.cost.hardware import AlphaBeta
 from meshweave.ir import ops
 from meshweave.ir.graph import Input, Origin, Spec, StepGraph, op_name, origin_of, spec_of
@@ -312,3 +314,16 @@ def test_a_compiled_step_reduces_after_a_cast_only_if_asked(asked: bool, dtype: 
     (reduced,) = [row for row in step.explain() if row.phase == "forward" and "partial" in row.source]
     assert reduced.value.startswith(dtype)
     assert step((x,)) == pytest.approx(loss(model(x), None).item(), rel=1e-2 if asked else 1e-6)
+
+
+def test_an_operand_is_gathered_once_for_all_matmuls() -> None:
+    """Each matmul has its own view of its operand, which with a single row can be cut as the operand is: the operand
+    itself is gathered for all of them, once in forward (2 in a layer) and once in backward, where gradients are, too."""
+    source = load_source("hf:llama?num_hidden_layers=3", batch=1, seq=64)
+    plan = mw.Plan.hf_tp("tp") + mw.Plan.sequence_parallel("tp")
+    step = mw.compile(source.model, loss=source.loss, example=source.batch, mesh="tp=2", plan=plan, profile="h100")
+    rows = [row for row in step.explain() if "layers.1." in row.module and row.kind == "all_gather"]
+    of_matmuls = [row for row in rows if row.why.endswith(("aten.view", "aten.mm", "aten.t"))]
+    assert Counter(row.phase for row in of_matmuls) == {"forward": 2, "backward": 4}
+    expected = source.loss(source.model(**source.batch), source.batch).item()
+    assert step(source.batch) == pytest.approx(expected, rel=1e-6)

@@ -23,6 +23,8 @@ aten = torch.ops.aten
 Price = Callable[[Layout, Layout, Spec], float]
 PlanMove = Callable[[Layout, Layout, tuple[int, ...], torch.dtype], MovePlan]
 
+_Read = tuple[fx.Node, Assignment]  # an op that reads a value, and how
+
 _ROUND_PARTS = torch.ops.meshweave.round_parts.default
 _GAIN = 1e-12  # seconds below which two prices are equal
 
@@ -43,6 +45,7 @@ def arrange(step: StepGraph, plan_move: PlanMove, *, reduce_after_cast: bool = F
     arranger = _Arranger(step, plan_move, reduce_after_cast)
     arranger.merge()
     arranger.pass_light_ops()
+    arranger.lift()
     arranger.share()
     step.graph.lint()
     return step
@@ -135,7 +138,7 @@ class _Arranger:
     def _rise(self, move: fx.Node) -> list[fx.Node] | None:
         """Move an operand of the ops that computed the value instead, the nearest that is cheaper to move, and repeat
         these ops where the value is needed. Returns the new move, if needed; None if nothing is cheaper."""
-        reads: list[tuple[fx.Node, Assignment]] = []
+        reads: list[_Read] = []
         value, wanted = _source(move), move.meta["layout"]
         while _is_light(value) and _phase(value) == _phase(move) and self._may_pass(value, move):
             option = _giving(value, wanted)
@@ -147,16 +150,25 @@ class _Arranger:
                 break
         else:
             return None
+        first = self._raise(move, value, wanted, reads)
+        return [first] if first is not value else []
+
+    def _raise(
+        self, move: fx.Node, value: fx.Node, wanted: Layout, reads: Sequence[_Read], known: fx.Node | None = None
+    ) -> fx.Node:
+        """Move `value` instead, unless its copy in that layout is `known`, and repeat the ops that read it (the last
+        first) on the copy, which is returned."""
         stage = stage_of_move(move)
         with self.graph.inserting_before(move):
-            first = copy = self._new_move(value, wanted, move)
+            first = copy = known or self._new_move(value, wanted, move)
             for op, option in reversed(reads):
                 copy = in_stage(self._again(op, copy, option), stage)
+                copy.meta["origin"] = replace(origin_of(copy), phase=origin_of(move).phase)
         move.replace_all_uses_with(copy)
         for unused in (move, *(op for op, _ in reads)):
             if not unused.users:
                 self.graph.erase_node(unused)
-        return [first] if first is not value else []
+        return first
 
     def _sink(self, move: fx.Node) -> list[fx.Node]:
         """Apply the ops that use the value before it moves, and move their results."""
@@ -225,6 +237,40 @@ class _Arranger:
         return new
 
     # what several moves have in common
+
+    def lift(self) -> None:
+        """Move a value, not several views of it, where these moves have more in common: each of three matmuls has its
+        own view of its operand."""
+        groups: dict[fx.Node, list[_Lifted]] = {}
+        for move in self.graph.nodes:
+            if move.target is ops.move and _phase(move) < 2 and not (_is_station(move) or _is_station(_source(move))):
+                lifted = _Lifted.of(move)
+                if lifted is not None:
+                    groups.setdefault(lifted.value, []).append(lifted)
+        for value, several in groups.items():
+            sources = dict.fromkeys(_source(lifted.move) for lifted in several)
+            if len(sources) > 1:
+                of_each = [[lifted.move for lifted in several if _source(lifted.move) is source] for source in sources]
+                now = sum(self._tree_of(source, moves) for source, moves in zip(sources, of_each, strict=True))
+                copies = [_Copy(lifted.wanted, _phase(lifted.move)) for lifted in several]
+                _, cost = self._tree(_Copy(value.meta["layout"], -1, value), copies, spec_of(value))
+                if cost < now - _GAIN:
+                    self._lift(value, several)
+
+    def _lift(self, value: fx.Node, several: Sequence[_Lifted]) -> None:
+        """Move the value in place of its views, once in a phase to each layout."""
+        known: dict[tuple[Layout, int], fx.Node] = {}
+        for lifted in several:
+            key = lifted.wanted, _phase(lifted.move)
+            if lifted.reads:
+                moved = self._raise(lifted.move, value, lifted.wanted, lifted.reads, known.get(key))
+            else:
+                moved = lifted.move
+            known.setdefault(key, moved)
+
+    def _tree_of(self, value: fx.Node, moves: Sequence[fx.Node]) -> float:
+        """The price of the moves of a value, with what they share."""
+        return self._tree(_Copy(value.meta["layout"], -1, value), list(map(_Copy.of, moves)), spec_of(value))[1]
 
     def share(self) -> None:
         moves: dict[fx.Node, list[fx.Node]] = {}
@@ -326,6 +372,30 @@ class _UnmovedOperand:
     chain: tuple[fx.Node, ...]
     options: tuple[Assignment, ...]
     layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Lifted:
+    """A move as one of the value that its own is a view of: the views in between (the last first), and the layout in
+    which the value is then needed."""
+
+    move: fx.Node
+    value: fx.Node
+    wanted: Layout
+    reads: tuple[_Read, ...]
+
+    @staticmethod
+    def of(move: fx.Node) -> _Lifted | None:
+        """None if a view cannot give the layout."""
+        reads: list[_Read] = []
+        value, wanted = _source(move), move.meta["layout"]
+        while value.target in VIEWS and len(tensor_inputs(value)) == 1 and not value.meta["layout"].partial:
+            option = _giving(value, wanted)
+            if option is None:
+                return None
+            reads.append((value, option))
+            (value,), wanted = tensor_inputs(value), option.operands[0]
+        return _Lifted(move, value, wanted, tuple(reads))
 
 
 @dataclass(frozen=True, slots=True)
