@@ -318,7 +318,7 @@ def test_a_compiled_step_reduces_after_a_cast_only_if_asked(asked: bool, dtype: 
 
 def test_an_operand_is_gathered_once_for_all_matmuls() -> None:
     """Each matmul has its own view of its operand, which with a single row can be cut as the operand is: the operand
-    itself is gathered for all of them, once in forward (2 in a layer) and once in backward, where gradients are, too."""
+    itself is gathered for all of them, once in forward (2 in a layer) and once in backward, and so are gradients."""
     source = load_source("hf:llama?num_hidden_layers=3", batch=1, seq=64)
     plan = mw.Plan.hf_tp("tp") + mw.Plan.sequence_parallel("tp")
     step = mw.compile(source.model, loss=source.loss, example=source.batch, mesh="tp=2", plan=plan, profile="h100")
