@@ -48,13 +48,20 @@ def test_the_block_on_moves_runs() -> None:
 
 
 def test_the_block_on_machines_runs(capsys: Any) -> None:
-    (block,) = blocks_of("docs/simulate.md")
+    block, _ = blocks_of("docs/simulate.md")
     model, batch, loss = hugging_face("llama", batch=4, heads=4)
     step = mw.compile(model, loss=loss, example=batch, mesh="fsdp=4")
     scope: dict[str, Any] = {"mw": mw, "step": step}
     exec(block, scope)
     assert 0 < scope["result"].exposed_seconds < scope["result"].seconds
     assert "Reason(kind=" in capsys.readouterr().out
+
+
+def test_the_block_on_many_questions_runs(capsys: Any) -> None:
+    _, block = blocks_of("docs/simulate.md")
+    model, batch, loss = hugging_face("llama", batch=128, heads=4)
+    exec(block, {"mw": mw, "torch": torch, "model": model, "batch": batch, "loss": loss})
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["fsdp=64", "fsdp=32,tp=2", "fsdp=128"]
 
 
 def test_the_block_on_overlap_runs(capsys: Any) -> None:
