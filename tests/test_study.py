@@ -215,3 +215,54 @@ def test_an_optimizer_of_groups_is_that_of_the_layers_that_are_built() -> None:
     study = mw.Study(model, loss=loss_of, optimizer=torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     few, _ = both(study, 8, mesh="fsdp=8", passes="none")
     assert is_from_few(few)
+
+
+class Supervised(Model):
+    """The loss reads what comes out of every layer."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        outs = [x := layer(x) for layer in self.layers]
+        return torch.stack([self.head(out) for out in outs]).mean(0)
+
+
+class Gained(Model):
+    """Each layer has a row of a parameter of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.Parameter(torch.ones(LAYERS, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for gain, layer in zip(self.gains, self.layers, strict=False):
+            x = layer(x * gain)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [Supervised, Gained])
+def test_what_is_beside_the_layers_does_not_grow_with_them(kind: type[Model]) -> None:
+    with torch.device("meta"):
+        model = kind()
+    few, _ = both(make_study(model), 8, mesh="fsdp=4", passes="none")
+    assert not is_from_few(few)
+
+
+@pytest.mark.parametrize("blocks", [3, 5])
+def test_parameters_gathered_far_ahead(study: mw.Study, blocks: int) -> None:
+    both(study, 8, mesh="fsdp=4", passes=f"prefetch={blocks}")
+
+
+def test_an_optimizer_that_leaves_layers_out() -> None:
+    with torch.device("meta"):
+        model = Model()
+    study = mw.Study(model, loss=loss_of, optimizer=torch.optim.AdamW(model.layers[:8].parameters()))
+    few, _ = both(study, 8, mesh="fsdp=4", passes="none")
+    assert not is_from_few(few)
+
+
+def test_layers_of_a_sequential_model() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(512, WIDTH), *(Block(i) for i in range(LAYERS)), nn.Linear(WIDTH, 512))
+    few, _ = both(make_study(model), 8, mesh="fsdp=4", passes="none")
+    assert is_from_few(few)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from meshweave.build import CapturedStep, Progress, Target, build_captured, capture_step, check_size
 from meshweave.capture.batch import Batch, call_model
 from meshweave.capture.contract import Contract
-from meshweave.capture.depth import Omitted, find_equal_layers, shortened
+from meshweave.capture.depth import EqualLayers, Omitted, find_equal_layers, shortened
 from meshweave.capture.optimizer_groups import optimizer_of
 from meshweave.capture.optimizers import OptimizerSpec, read_optimizer
 from meshweave.capture.step import CaptureOptions, Precision, StepSource
@@ -28,7 +28,7 @@ from meshweave.cost.simulate.frameworks import MESHWEAVE, Framework, framework_n
 from meshweave.cost.simulate.growth import PlaceOf, SpanPlace, deepened, grown_figure, has_steady_pattern, is_steady
 from meshweave.cost.simulate.result import Simulation, Span
 from meshweave.errors import MeshweaveError, PlanError
-from meshweave.ir.graph import StepGraph, copied_graph
+from meshweave.ir.graph import PARTS, StepGraph, copied_graph, origin_of
 from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.mesh import Mesh
 from meshweave.passes import PassList, Prefetch, Recompute, pass_list_of
@@ -43,6 +43,7 @@ from meshweave.whatif import simulate
 _MOST_KEPT = 32  # captured steps, and programs, each of a few layers: some MB
 _LEAST_PERIODS = 2  # of equal layers that are built: the first and the last
 _LEAST_STEPS = 3  # of different depths, from which on it shows whether they grow by the same
+_CLEAR = 0.95  # of the memory: parameters gathered once need more for a moment than the step at its peak
 _WORTH = 1.5  # times as many layers as are built, from which on it is worth it
 T = TypeVar("T")
 
@@ -107,7 +108,8 @@ class _Kept:
 
 
 class Study:
-    """A model, its loss and its optimizer, about whose training step questions are asked.
+    """A model, its loss and its optimizer, about whose training step questions are asked. A model or an optimizer that
+    is changed in between needs a study of its own.
 
         study = mw.Study(model, loss=loss, optimizer=optimizer)
         study.simulate(batch, mesh="fsdp=64", profile="h100", framework="torchtitan")
@@ -131,7 +133,8 @@ class Study:
         self.progress = progress
         self._whole = _Depth(StepSource(model, loss, forward), spec)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._layers = find_equal_layers(model)
+        layers = find_equal_layers(model)
+        self._layers = layers if layers is None or spec is None or _is_same_update(model, layers, spec) else None
         self._depths = dict[int, _Depth]()
         self._steps, self._programs = _Kept(), _Kept()
         self._contracts = dict[Omitted | None, Contract]()  # of the step for the last batch, which the next is like
@@ -164,8 +167,8 @@ class Study:
 
         Raises the errors of `mw.compile` and `mw.simulate`.
         """
-        its = framework_named(framework) if isinstance(framework, str) else framework
-        costs = load_profile(profile) if isinstance(profile, str) else profile
+        its = framework if isinstance(framework, Framework) else framework_named(framework)
+        costs = profile if isinstance(profile, MachineProfile) else load_profile(profile)
         listed = its.passes_with(passes) if isinstance(passes, str) else passes
         question = StepQuestion(
             example=example,
@@ -220,8 +223,7 @@ class Study:
         return replace(question, options=replace(question.options, precision=precision))
 
     def _has_regular_layers(self, question: StepQuestion) -> bool:
-        """Whether the step has so many equal layers that building few of them is worth it, and adds nothing but
-        theirs."""
+        """Whether the step has equal layers, and nothing that looks at all of them together."""
         passes, layers = question.pass_list, self._layers
         is_regular = all(isinstance(each, Recompute | Prefetch) for each in passes.passes)
         is_plain = is_regular and passes.memory_cap_bytes is None and question.options.pipeline is None
@@ -232,40 +234,48 @@ class Study:
         )
 
     def _from_few(self, question: StepQuestion, profile: MachineProfile | str, how: Mapping[str, Any]) -> Answer:
-        """The answer from models with few periods of the equal layers: of more and more, until the last two add the
-        same."""
-        layers = self._layers
+        """The answer from models with few periods of the equal layers."""
+        layers, microbatches = self._layers, question.options.accumulate
         assert layers is not None
         self._check_plan(question)
-        fits = self._fits_of(question)
-        programs, simulations, places = list[Program](), list[Simulation](), list[PlaceOf]()
-        for number in count(_LEAST_PERIODS):
-            if sum(range(_LEAST_PERIODS, number + 1)) * _WORTH > layers.num_periods:
-                raise _NotRegular("each layer more adds something else")
-            depth = self._depth(number)
-            programs.append(self._program(depth, question, fits)[0])
-            if len(programs[-1].roles) > 1:
-                raise _NotRegular("layers are on different devices")
-            simulations.append(simulate(programs[-1], profile, **how))
-            places.append(depth.place_of)
-            if len(simulations) >= _LEAST_STEPS:
-                latest = simulations[-_LEAST_STEPS:]
-                if not has_steady_pattern(latest, places[-_LEAST_STEPS:]):
-                    raise _NotRegular("each layer more is in other buckets")
-                if is_steady(latest):
-                    break
-        microbatches, program = question.options.accumulate, programs[-1]
-        simulation = deepened(simulations[-2], simulations[-1], layers.num_periods - number, microbatches, places[-2:])
+        program, simulation, number = self._grown(question, profile, how)
         notes = [text for text in simulation.notes if text != program.accumulation]  # which has bytes of few layers
         if microbatches > 1:
             where = "in shards" if program.placement.accumulate_in == "shards" else "whole"
             notes.append(f"gradients of {microbatches} microbatches are added up {where}")
-        notes.append(
-            f"{number * layers.period} of {layers.count} equal layers ({layers.path}) were built: each of the others "
-            "adds the same"
-        )
+        built, of_list = f"{number * layers.period} of {layers.count} equal layers", layers.path or "the model itself"
+        notes.append(f"{built} ({of_list}) were built: each of the others adds the same")
         simulation = replace(simulation, notes=tuple(notes))
         return Answer(simulation=simulation, program=program, num_parameters=self._num_parameters)
+
+    def _grown(
+        self, question: StepQuestion, profile: MachineProfile | str, how: Mapping[str, Any]
+    ) -> tuple[Program, Simulation, int]:
+        """What the step takes, from models of more and more layers until the last add the same; also the program of the
+        largest and the number of its periods."""
+        layers, fits, first = self._layers, self._fits_of(question), self._least_periods(question)
+        assert layers is not None
+        programs, simulations, places = list[Program](), list[Simulation](), list[PlaceOf]()
+        for number in count(first):
+            if sum(range(first, number + 1)) * _WORTH > layers.num_periods:
+                break
+            depth = self._depth(number)
+            programs.append(self._program(depth, question, fits)[0])
+            if len(programs[-1].roles) > 1:
+                raise _NotRegular("layers are on different devices")
+            if _outside(programs[-1].captured, depth.omitted) != _outside(programs[0].captured, depth.omitted):
+                raise _NotRegular("what is beside the layers grows with them")
+            simulations.append(simulate(programs[-1], profile, **how))
+            places.append(depth.place_of)
+            latest, of_these = simulations[-_LEAST_STEPS:], places[-_LEAST_STEPS:]
+            if len(latest) < _LEAST_STEPS:
+                continue
+            if not has_steady_pattern(latest, of_these):
+                raise _NotRegular("each layer more is in other buckets")
+            times = layers.num_periods - number
+            if is_steady(latest) and (deep := deepened(latest, times, question.options.accumulate, of_these)):
+                return programs[-1], deep, number
+        raise _NotRegular("each layer more adds something else")
 
     def _depth(self, number: int) -> _Depth:
         """The model with so many periods of its equal layers."""
@@ -276,6 +286,12 @@ class Study:
             spec = None if optimizer is None else optimizer.renamed(shorter.names)
             self._depths[number] = _Depth(source, spec, shorter.omitted, shorter.twins)
         return self._depths[number]
+
+    def _least_periods(self, question: StepQuestion) -> int:
+        """Of how many periods of equal layers models are built, at least: more than are gathered ahead."""
+        ahead = [each.blocks for each in question.pass_list.passes if isinstance(each, Prefetch)]
+        assert self._layers is not None
+        return max(_LEAST_PERIODS, 1 + -(-max(ahead, default=0) // self._layers.period))
 
     def _check_plan(self, question: StepQuestion) -> None:
         """Raise _NotRegular if the plan says something else of one of the equal layers than of the others."""
@@ -293,7 +309,8 @@ class Study:
         if question.options.accumulate == 1 or room is None:
             return known
         assert self._layers is not None
-        numbers = _LEAST_PERIODS, _LEAST_PERIODS + 1
+        first = self._least_periods(question)
+        numbers = first, first + 1
         times = self._layers.num_periods - numbers[1]
         while True:
             built = [self._program(self._depth(number), question, known) for number in numbers]
@@ -305,7 +322,7 @@ class Study:
                 break
             known = fits[: wrong + 1]
         low, high = (max(map(peak_bytes, program.roles)) for program, _ in built)
-        if fits[0] and grown_figure(low, high, times) > room:
+        if fits[0] and grown_figure(low, high, times) > _CLEAR * room:
             raise _NotRegular("there is memory for some parameters to be gathered once a step")
         return known
 
@@ -363,6 +380,25 @@ def _copied(given: CapturedStep) -> CapturedStep:
 
 def _copied_graph(step: StepGraph) -> StepGraph:
     return StepGraph(copied_graph(step.graph), step.inputs, step.outputs, step.constants)
+
+
+def _is_same_update(model: nn.Module, layers: EqualLayers, spec: OptimizerSpec) -> bool:
+    """Whether the optimizer does to each of the equal layers what it does to the others; its numbers may differ."""
+    twins = shortened(model, layers, layers.period).twins
+    forms: dict[str, set[Any]] = {}
+    for name, _ in model.named_parameters():
+        kind = spec.kinds[spec.kind_of[name]] if name in spec.kind_of else None
+        form = None if kind is None else (kind.rule, kind.switches, tuple(spec.slots[name].items()))
+        forms.setdefault(twins[name], set()).add(form)
+    return all(len(each) == 1 for each in forms.values())
+
+
+def _outside(step: StepGraph, omitted: Omitted | None) -> tuple[int, int]:
+    """How many ops of forward and loss are beside the layers, and how many operands they have."""
+    ops = [node for node in step.graph.nodes if node.op == "call_function"]
+    ahead = [node for node in ops if PARTS[origin_of(node).phase] == PARTS["forward"]]
+    beside = [node for node in ahead if omitted is None or not omitted.has(origin_of(node).module)]
+    return len(beside), sum(len(node.all_input_nodes) for node in beside)
 
 
 def _by_twins(resolved: Resolved, twins: Mapping[str, str]) -> tuple[set[Any], ...]:

@@ -128,6 +128,16 @@ def test_periods_stay_whole() -> None:
     ]
 
 
+def test_a_model_that_is_a_list_itself() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), *numbered(6))
+    layers = find_equal_layers(net)
+    assert layers == EqualLayers("", 1, 6)
+    shorter = shortened(net, layers, 2)
+    assert [type(each) for each in shorter.model] == [nn.Linear, Block, Block]
+    assert shorter.twins["6.up.weight"] == "2.up.weight"
+    assert shorter.omitted.place_of("2.up") == "-0.up"
+
+
 def test_places_are_the_same_at_any_depth() -> None:
     net = Net(*numbered(8))
     layers = find_equal_layers(net)

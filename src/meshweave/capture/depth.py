@@ -52,7 +52,11 @@ class Omitted:
         number, rest = _number_in(module, self.path)
         if number < self.first + self.period:
             return module
-        return f"{self.path}.-{number - self.before}{rest}" if number >= self.before else None
+        return _entry(self.path, f"-{number - self.before}", rest) if number >= self.before else None
+
+    def has(self, module: str) -> bool:
+        """Whether a module is in an entry of the list."""
+        return _number_in(module, self.path)[0] >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +87,13 @@ def shortened(model: nn.Module, layers: EqualLayers, count: int) -> ShorterModel
     items = list(model.get_submodule(layers.path).children())
     missing = layers.count - count
     at = layers.first + count - layers.period  # of the first that is missing; then of the last period
-    shorter = _with_list(model, layers.path.split("."), [*items[:at], *items[at + missing :]])
+    shorter = _with_list(model, layers.path.split(".") if layers.path else (), [*items[:at], *items[at + missing :]])
     names, twins = dict[str, str](), dict[str, str]()
     for name in _names(model):
         number, rest = _number_in(name, layers.path)
         is_missing = at <= number < at + missing
         twin = at - layers.period + (number - at) % layers.period if is_missing else number - missing
-        twins[name] = name if number < at else f"{layers.path}.{twin}{rest}"
+        twins[name] = name if number < at else _entry(layers.path, twin, rest)
         if not is_missing:
             names[name] = twins[name]
     return ShorterModel(shorter, Omitted(layers.path, layers.first, at, missing, layers.period), twins, names)
@@ -103,11 +107,16 @@ def _names(model: nn.Module) -> Iterator[str]:
 
 def _number_in(name: str, path: str) -> tuple[int, str]:
     """The number of the entry of the list at `path` that has this name, -1 if none has, and the name inside it."""
-    prefix = f"{path}."
+    prefix = f"{path}." if path else ""
     if not name.startswith(prefix):
         return -1, ""
     number, dot, rest = name.removeprefix(prefix).partition(".")
     return (int(number), dot + rest) if number.isdecimal() else (-1, "")
+
+
+def _entry(path: str, number: int | str, rest: str) -> str:
+    """The name of what is in an entry of the list at `path`."""
+    return f"{path}.{number}{rest}" if path else f"{number}{rest}"
 
 
 def _is_list(module: nn.Module) -> bool:

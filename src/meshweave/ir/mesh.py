@@ -12,6 +12,7 @@ from meshweave.errors import MeshError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_MOST_DEVICES = 1 << 20  # whose ids are listed, in 0.2 s
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -42,6 +43,13 @@ class Mesh:
         names = tuple(name for name, _ in pairs)
         _check_axes(pairs)
         shape = tuple(size for _, size in pairs)
+        if prod(shape) > _MOST_DEVICES:
+            raise MeshError(
+                "the mesh has too many devices",
+                where=f"axes {', '.join(f'{name}={size}' for name, size in pairs)}",
+                got=f"{prod(shape):,} devices",
+                expected=f"at most {_MOST_DEVICES:,}",
+            )
         ids = tuple(range(prod(shape))) if devices is None else tuple(int(d) for d in devices)
         _check_devices(names, shape, ids)
         self._fill(names, shape, ids, None)

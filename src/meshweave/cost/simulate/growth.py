@@ -66,18 +66,21 @@ def grown(low: Simulation, high: Simulation, times: float, roles: tuple[RoleResu
 
 
 def deepened(
-    low: Simulation, high: Simulation, times: float, microbatches: int, places: Sequence[PlaceOf]
-) -> Simulation:
-    """The step of a model with more equal layers than `low` and `high`, judged by its own peak. `high` has one period
-    of them more than `low`, for which its spans stand `times` more.
+    steps: Sequence[Simulation], times: float, microbatches: int, places: Sequence[PlaceOf]
+) -> Simulation | None:
+    """The step of a model with more equal layers than the last of three `steps`, each of which has a period of them
+    more than the one before: `times` periods more, judged by its own peak. The spans of a period stand for all these.
 
-    `places` say of either step what a span belongs to. The peak is the largest of what memory comes to at the places
-    that both have: with few layers another may be the largest than with many."""
+    `places` say of each step what a span belongs to. The peak is the largest of what memory comes to at the places that
+    all have: with few layers another may be the largest than with many. None if the largest does not grow by the same.
+    """
+    _, low, high = steps
     roles = []
-    for role, a, b in zip(grown_roles(low, high, times), low.roles, high.roles, strict=True):
-        before, after = (_peaks(each, of, place) for each, of, place in zip((low, high), (a, b), places, strict=True))
-        peaks = (grown_figure(before[place], after[place], times) for place in after.keys() & before.keys())
-        peak = max(role.peak_bytes, *map(round, peaks))
+    for i, role in enumerate(grown_roles(low, high, times)):
+        peak = _grown_peak(steps, i, times, places)
+        if peak is None:
+            return None
+        a, b = low.roles[i], high.roles[i]
         roles.append(
             replace(
                 role,
@@ -91,14 +94,32 @@ def deepened(
     assert room is not None
     about_memory = memory_notes(high.roles, room)
     notes = tuple(note for note in high.notes if note not in about_memory)
-    spans = _repeated(low.spans, high.spans, round(1 + times), places)
+    spans = _repeated(low.spans, high.spans, round(1 + times), places[1:])
     whole = replace(grown(low, high, times, tuple(roles)), verdict="", advice=(), notes=notes, spans=spans)
     return judged(whole, microbatches)
 
 
+def _grown_peak(steps: Sequence[Simulation], role: int, times: float, places: Sequence[PlaceOf]) -> int | None:
+    """The peak of a role with so many periods more. None where the place that is then the largest does not grow by the
+    same in three steps, or where the peak is between places that all have and does not."""
+    before, middle, after = (_peaks(step, step.roles[role], of) for step, of in zip(steps, places, strict=True))
+    a, b, c = (step.roles[role].peak_bytes for step in steps)
+    largest = {True: 0, False: 0}  # by whether it grows by the same
+    if c > max(after.values(), default=0):
+        largest[c - b == b - a] = grown_bytes(b, c, times)
+    for place in before.keys() & middle.keys() & after.keys():
+        is_even = after[place] - middle[place] == middle[place] - before[place]
+        largest[is_even] = max(largest[is_even], grown_bytes(middle[place], after[place], times))
+    return largest[True] if largest[True] > largest[False] else None
+
+
+def grown_bytes(low: int, high: int, times: float) -> int:
+    return round(grown_figure(low, high, times))
+
+
 def _role(low: RoleResult, high: RoleResult, times: float) -> RoleResult:
     totals: dict[str, Any] = {name: grown_figure(getattr(low, name), getattr(high, name), times) for name in _TOTALS}
-    return replace(high, peak_bytes=round(grown_figure(low.peak_bytes, high.peak_bytes, times)), **totals)
+    return replace(high, peak_bytes=grown_bytes(low.peak_bytes, high.peak_bytes, times), **totals)
 
 
 def _repeated(low: Sequence[Span], high: Sequence[Span], times: int, places: Sequence[PlaceOf]) -> tuple[Span, ...]:
