@@ -129,7 +129,7 @@ def test_periods_stay_whole() -> None:
 
 
 def test_a_model_that_is_a_list_itself() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), *numbered(6))
+    net = nn.Sequential(nn.Linear(4, 4), *[Block(number=i) for i in range(1, 7)])
     layers = find_equal_layers(net)
     assert layers == EqualLayers("", 1, 6)
     shorter = shortened(net, layers, 2)

@@ -101,15 +101,19 @@ def deepened(
 
 def _grown_peak(steps: Sequence[Simulation], role: int, times: float, places: Sequence[PlaceOf]) -> int | None:
     """The peak of a role with so many periods more. None where the place that is then the largest does not grow by the
-    same in three steps, or where the peak is between places that all have and does not."""
+    same in three steps, or where the peak is in a layer between the ends, and does not grow as the places there."""
     before, middle, after = (_peaks(step, step.roles[role], of) for step, of in zip(steps, places, strict=True))
-    a, b, c = (step.roles[role].peak_bytes for step in steps)
-    largest = {True: 0, False: 0}  # by whether it grows by the same
-    if c > max(after.values(), default=0):
-        largest[c - b == b - a] = grown_bytes(b, c, times)
+    largest, rate = {True: 0, False: 0}, 0  # by whether it grows by the same
     for place in before.keys() & middle.keys() & after.keys():
         is_even = after[place] - middle[place] == middle[place] - before[place]
-        largest[is_even] = max(largest[is_even], grown_bytes(middle[place], after[place], times))
+        peak = grown_bytes(middle[place], after[place], times)
+        if peak > largest[is_even]:
+            largest[is_even] = peak
+            rate = after[place] - middle[place] if is_even else rate
+    a, b, c = (step.roles[role].peak_bytes for step in steps)
+    if c > max(after.values(), default=0):
+        is_even = c - b in (b - a, rate)
+        largest[is_even] = max(largest[is_even], grown_bytes(b, c, times))
     return largest[True] if largest[True] > largest[False] else None
 
 
