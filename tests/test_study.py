@@ -253,10 +253,11 @@ def test_parameters_gathered_far_ahead(study: mw.Study, blocks: int) -> None:
     both(study, 8, mesh="fsdp=4", passes=f"prefetch={blocks}")
 
 
-def test_an_optimizer_that_leaves_layers_out() -> None:
+@pytest.mark.parametrize("layers", [slice(0, 8), slice(0, -1), slice(1, None)])
+def test_an_optimizer_that_leaves_layers_out(layers: slice) -> None:
     with torch.device("meta"):
         model = Model()
-    study = mw.Study(model, loss=loss_of, optimizer=torch.optim.AdamW(model.layers[:8].parameters()))
+    study = mw.Study(model, loss=loss_of, optimizer=torch.optim.AdamW(model.layers[layers].parameters()))
     few, _ = both(study, 8, mesh="fsdp=4", passes="none")
     assert not is_from_few(few)
 

@@ -384,12 +384,11 @@ def _copied_graph(step: StepGraph) -> StepGraph:
 
 def _is_same_update(model: nn.Module, layers: EqualLayers, spec: OptimizerSpec) -> bool:
     """Whether the optimizer does to each of the equal layers what it does to the others; its numbers may differ."""
-    twins = shortened(model, layers, layers.period).twins
     forms: dict[str, set[Any]] = {}
     for name, _ in model.named_parameters():
         kind = spec.kinds[spec.kind_of[name]] if name in spec.kind_of else None
         form = None if kind is None else (kind.rule, kind.switches, tuple(spec.slots[name].items()))
-        forms.setdefault(twins[name], set()).add(form)
+        forms.setdefault(layers.name_of_all(name), set()).add(form)
     return all(len(each) == 1 for each in forms.values())
 
 

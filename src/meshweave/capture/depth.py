@@ -34,6 +34,12 @@ class EqualLayers:
     def num_periods(self) -> int:
         return self.count // self.period
 
+    def name_of_all(self, name: str) -> str:
+        """A name of a module or parameter that is the same for equal ones of all equal layers."""
+        number, rest = _number_in(name, self.path)
+        is_equal = self.first <= number < self.first + self.count
+        return _entry(self.path, f"*{(number - self.first) % self.period}", rest) if is_equal else name
+
 
 @dataclass(frozen=True, slots=True)
 class Omitted:
