@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meshweave.cli import app
+from meshweave.cli.plan import ExplainOptions
+from meshweave.cli.screen import Screen
 
 MODEL = (
     "hf:llama?num_hidden_layers=1&hidden_size=64&intermediate_size=128&num_attention_heads=4&num_key_value_heads=4"
@@ -231,3 +233,18 @@ def test_too_few_layers_for_the_stages_say_how_to_get_more() -> None:
     assert refused.exit_code == 2
     (field,) = [word for word in refused.output.split() if word.startswith("?num_hidden_layers=")]
     assert run("simulate", f"hf:llama{field}", *arguments).exit_code == 0
+
+
+@pytest.mark.parametrize(("plan", "in_shards"), [("", True), ("zero1:fsdp", False)])
+def test_explain_adds_up_gradients_as_the_framework_does(plan: str, in_shards: bool) -> None:
+    options = ExplainOptions(
+        model="hf:llama?num_hidden_layers=1",
+        mesh="fsdp=2",
+        plan=plan,
+        framework="torchtitan",
+        passes="none",
+        seq=16,
+        accumulate=2,
+    )
+    program = options.compiled(Screen("explain", json=False), options.mesh, options.plan)
+    assert ("in shards" in program.accumulation) == in_shards

@@ -127,6 +127,14 @@ def test_the_next_question_is_answered_from_what_is_known() -> None:
     assert stages.count("capture") == 6
 
 
+@pytest.mark.parametrize(("framework", "where"), [("torchtitan", "in shards"), ("meshweave", "whole")])
+def test_a_note_says_where_gradients_are_added_up(study: mw.Study, framework: str, where: str) -> None:
+    how: dict[str, Any] = {"profile": "h100", "passes": "none", "accumulate": 2, "framework": framework}
+    notes = study.simulate(batch_of(16), mesh="fsdp=8", **how).notes
+    assert [note for note in notes if note.startswith(f"gradients of 2 microbatches are added up {where}")]
+    assert not [note for note in notes if "added up" in note and "MiB a device" in note]
+
+
 def test_answers_do_not_depend_on_the_questions_before() -> None:
     """Of other meshes, plans and stages, which number the same captured step otherwise."""
     questions: list[dict[str, Any]] = [

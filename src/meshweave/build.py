@@ -118,7 +118,7 @@ def build_program(
     resolved = resolve(target.plan, source.model, target.mesh)
     known = None if like is None else like.contract
     step = capture_step(source, example, optimizer, resolved, options, target.own_parts, known)
-    return build_captured(step, resolved, target, options, pass_list, progress, like)
+    return build_captured(step, resolved, target, options, pass_list or PassList(), progress, like)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +154,12 @@ def build_captured(
     resolved: Resolved,
     target: Target,
     options: CaptureOptions,
-    pass_list: PassList | None = None,
-    progress: Progress = lambda stage: None,
+    pass_list: PassList,
+    progress: Progress,
     like: Program | None = None,
 ) -> Program:
     """What `build_program` makes of a captured step, whose nodes then have the numbers of their stages. `resolved` is
     the plan of `target`, read for the model; its layers are put on stages here."""
-    pass_list = pass_list or PassList()
     step, model, mesh, costs = given.step, given.source.model, target.mesh, target.costs
     captured, contract = step.captured, step.contract
     pipeline = options.pipeline if options.part == "train" else None
@@ -348,10 +347,9 @@ class _Room:
     fits: Callable[[int], bool] | None
 
     def holds(self, roles: tuple[RankGraph, ...]) -> bool:
-        if self.bytes is None and self.fits is None:
-            return True
-        peak = max(map(peak_bytes, roles))
-        return self.fits(peak) if self.fits is not None else peak <= (self.bytes or 0)
+        if self.fits is not None:
+            return self.fits(max(map(peak_bytes, roles)))
+        return self.bytes is None or max(map(peak_bytes, roles)) <= self.bytes
 
 
 def _accumulated(
@@ -412,8 +410,9 @@ def _gathered_once(roles: tuple[RankGraph, ...], room: _Room, share: float) -> t
     that is free, and a clause about that; an empty one if there are none."""
 
     def limit_of(peak: int) -> float:
-        is_open = room.bytes is None or room.fits is not None
-        return math.inf if is_open else peak + share * ((room.bytes or 0) - peak)
+        if room.bytes is None or room.fits is not None:
+            return math.inf
+        return peak + share * (room.bytes - peak)
 
     new, counts, totals = zip(*(gather_once(role, limit_of) for role in roles), strict=True)
     for before, after in zip(roles, new, strict=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +37,7 @@ from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan, Resolved
 from meshweave.place.resolve import resolve
 from meshweave.program import Program
-from meshweave.whatif import simulate
+from meshweave.whatif import precision_in, simulate
 
 _MOST_KEPT = 32  # captured steps, and programs, each of a few layers: some MB
 _LEAST_PERIODS = 2  # of equal layers that are built: the first and the last
@@ -199,7 +198,9 @@ class Study:
         check_size(question.target.mesh)
         if question.options.clip_grad_norm is not None and self._whole.optimizer is None:
             raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer= to mw.Study")
-        question, how = self._in_framework(question, framework), {**how, "framework": framework}
+        precision = precision_in(framework, question.options.precision, question.target.plan)
+        question = replace(question, options=replace(question.options, precision=precision))
+        how = {**how, "framework": framework}
         if not every_layer and self._has_regular_layers(question):
             try:
                 return self._from_few(question, profile, how)
@@ -213,25 +214,24 @@ class Study:
         before = simulate(program.as_expanded, profile, **how) if has_passes else None
         return Answer(simulation=simulation, before=before, program=program, num_parameters=self._num_parameters)
 
-    def _in_framework(self, question: StepQuestion, framework: Framework) -> StepQuestion:
-        """The step with gradients of microbatches where the framework adds them up, unless it says or the plan does."""
-        target, precision = question.target, question.options.precision
-        is_open = resolve(target.plan, self._whole.source.model, target.mesh).accumulate_in == "auto"
-        if framework.accumulate_in == "auto" or precision.accumulate_in != "auto" or not is_open:
-            return question
-        precision = replace(precision, accumulate_in=framework.accumulate_in)
-        return replace(question, options=replace(question.options, precision=precision))
-
     def _has_regular_layers(self, question: StepQuestion) -> bool:
-        """Whether the step has equal layers, and nothing that looks at all of them together."""
+        """Whether the step has so many equal layers that building few of them is worth it, and nothing that looks at
+        all of them together."""
         passes, layers = question.pass_list, self._layers
         is_regular = all(isinstance(each, Recompute | Prefetch) for each in passes.passes)
         is_plain = is_regular and passes.memory_cap_bytes is None and question.options.pipeline is None
-        return (
-            layers is not None
-            and is_plain
-            and layers.num_periods >= _WORTH * sum(range(_LEAST_PERIODS, _LEAST_PERIODS + _LEAST_STEPS))
-        )
+        return layers is not None and is_plain and len(self._numbers(question)) >= _LEAST_STEPS
+
+    def _numbers(self, question: StepQuestion) -> range:
+        """Of how many periods of equal layers models may be built: of more than are gathered ahead, one more in each,
+        and not of so many in all that the whole model is cheaper."""
+        layers = self._layers
+        assert layers is not None
+        ahead = max((each.blocks for each in question.pass_list.passes if isinstance(each, Prefetch)), default=0)
+        first = end = max(_LEAST_PERIODS, 1 + -(-ahead // layers.period))
+        while sum(range(first, end + 1)) * _WORTH <= layers.num_periods:
+            end += 1
+        return range(first, end)
 
     def _from_few(self, question: StepQuestion, profile: MachineProfile | str, how: Mapping[str, Any]) -> Answer:
         """The answer from models with few periods of the equal layers."""
@@ -239,10 +239,10 @@ class Study:
         assert layers is not None
         self._check_plan(question)
         program, simulation, number = self._grown(question, profile, how)
-        notes = [text for text in simulation.notes if text != program.accumulation]  # which has bytes of few layers
-        if microbatches > 1:
-            where = "in shards" if program.placement.accumulate_in == "shards" else "whole"
-            notes.append(f"gradients of {microbatches} microbatches are added up {where}")
+        is_whole = "in shards" not in program.accumulation  # then the note has bytes, of few layers
+        notes = [text for text in simulation.notes if not (is_whole and text == program.accumulation)]
+        if is_whole and microbatches > 1:
+            notes.append(f"gradients of {microbatches} microbatches are added up whole")
         built, of_list = f"{number * layers.period} of {layers.count} equal layers", layers.path or "the model itself"
         notes.append(f"{built} ({of_list}) were built: each of the others adds the same")
         simulation = replace(simulation, notes=tuple(notes))
@@ -253,19 +253,18 @@ class Study:
     ) -> tuple[Program, Simulation, int]:
         """What the step takes, from models of more and more layers until the last add the same; also the program of the
         largest and the number of its periods."""
-        layers, fits, first = self._layers, self._fits_of(question), self._least_periods(question)
+        layers, fits = self._layers, self._fits_of(question)
         assert layers is not None
-        programs, simulations, places = list[Program](), list[Simulation](), list[PlaceOf]()
-        for number in count(first):
-            if sum(range(first, number + 1)) * _WORTH > layers.num_periods:
-                break
+        simulations, places, outside = list[Simulation](), list[PlaceOf](), set[tuple[int, int]]()
+        for number in self._numbers(question):
             depth = self._depth(number)
-            programs.append(self._program(depth, question, fits)[0])
-            if len(programs[-1].roles) > 1:
+            program, _ = self._program(depth, question, fits)
+            if len(program.roles) > 1:
                 raise _NotRegular("layers are on different devices")
-            if _outside(programs[-1].captured, depth.omitted) != _outside(programs[0].captured, depth.omitted):
+            outside.add(_outside(program.captured, depth.omitted))
+            if len(outside) > 1:
                 raise _NotRegular("what is beside the layers grows with them")
-            simulations.append(simulate(programs[-1], profile, **how))
+            simulations.append(simulate(program, profile, **how))
             places.append(depth.place_of)
             latest, of_these = simulations[-_LEAST_STEPS:], places[-_LEAST_STEPS:]
             if len(latest) < _LEAST_STEPS:
@@ -274,7 +273,7 @@ class Study:
                 raise _NotRegular("each layer more is in other buckets")
             times = layers.num_periods - number
             if is_steady(latest) and (deep := deepened(latest, times, question.options.accumulate, of_these)):
-                return programs[-1], deep, number
+                return program, deep, number
         raise _NotRegular("each layer more adds something else")
 
     def _depth(self, number: int) -> _Depth:
@@ -286,12 +285,6 @@ class Study:
             spec = None if optimizer is None else optimizer.renamed(shorter.names)
             self._depths[number] = _Depth(source, spec, shorter.omitted, shorter.twins)
         return self._depths[number]
-
-    def _least_periods(self, question: StepQuestion) -> int:
-        """Of how many periods of equal layers models are built, at least: more than are gathered ahead."""
-        ahead = [each.blocks for each in question.pass_list.passes if isinstance(each, Prefetch)]
-        assert self._layers is not None
-        return max(_LEAST_PERIODS, 1 + -(-max(ahead, default=0) // self._layers.period))
 
     def _check_plan(self, question: StepQuestion) -> None:
         """Raise _NotRegular if the plan says something else of one of the equal layers than of the others."""
@@ -309,8 +302,7 @@ class Study:
         if question.options.accumulate == 1 or room is None:
             return known
         assert self._layers is not None
-        first = self._least_periods(question)
-        numbers = first, first + 1
+        numbers = self._numbers(question)[:2]
         times = self._layers.num_periods - numbers[1]
         while True:
             built = [self._program(self._depth(number), question, known) for number in numbers]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from meshweave.capture.step import Precision
 from meshweave.cost.hardware import MachineProfile, load_profile
 from meshweave.cost.simulate.buckets import Buckets
 from meshweave.cost.simulate.frameworks import MESHWEAVE, Framework, framework_named
@@ -17,6 +18,7 @@ from meshweave.cost.simulate.step import SimulateOptions, simulate_roles
 from meshweave.errors import MeshweaveError
 from meshweave.ir.graph import tokens_of
 from meshweave.pipeline import PipelineArgument, PipelineChoice
+from meshweave.place.plans import Plan
 from meshweave.program import Program
 
 
@@ -88,6 +90,13 @@ def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
             "matmul_dtype is not a floating-point dtype", got=repr(dtype), expected="torch.float8_e4m3fn, or its name"
         )
     return known
+
+
+def precision_in(framework: Framework, precision: Precision, plan: Plan | None) -> Precision:
+    """The precision of a step that adds up gradients of microbatches where the framework does, unless itself or the
+    plan says where."""
+    is_open = precision.accumulate_in == "auto" and not (plan is not None and plan.says_sums)
+    return replace(precision, accumulate_in=framework.accumulate_in) if is_open else precision
 
 
 def best_of(simulations: Sequence[Simulation]) -> int:

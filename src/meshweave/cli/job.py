@@ -33,6 +33,7 @@ from meshweave.place.plans import Plan
 from meshweave.program import Program
 from meshweave.runtime.regions.compiler import BackendName
 from meshweave.runtime.session import RunOptions, SessionSettings
+from meshweave.whatif import precision_in
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
@@ -148,6 +149,10 @@ class StepOptions(Options):
         dtype = torch.float64 if self.dtype == "float64" else torch.float32
         return load_source(self.model, batch=batch, seq=self.seq, dtype=dtype, seed=self.seed, device=device)
 
+    def load_unrun(self, mesh: Mesh, plan: Plan | None) -> Source:
+        """For a step that will not run: a model of transformers takes no memory."""
+        return self.load(mesh, plan, "meta" if is_configuration(self.model) else "cpu")
+
     def make_optimizer(self, model: nn.Module, lr: float | None = None) -> torch.optim.Optimizer:
         make, usual = _OPTIMIZERS[self.optimizer]
         return make(model.parameters(), lr=next(rate for rate in (self.lr, lr, usual) if rate is not None))
@@ -189,6 +194,8 @@ class MachineOptions(StepOptions):
     def compiled(self, screen: Screen, mesh: str, plan: str) -> Program:
         """The program of the step on a mesh; moves are chosen by the unscaled profile, with the scaled memory."""
         shared = {each.name: getattr(self, each.name) for each in fields(StepOptions)}
+        precision = precision_in(framework_named(self.framework), self.precision, parse_plan(plan))
+        shared["accumulate_in"] = precision.accumulate_in
         job = MeshStepOptions(mesh=mesh, plan=plan, profile=self.profile, **shared)
         return compiled_unrun(screen, job, self.costs_on(Mesh(mesh)))
 
@@ -248,9 +255,9 @@ def compiled(
 
 
 def compiled_unrun(screen: Screen, job: MeshStepOptions, costs: Costs | None = None) -> Program:
-    """The program of a job that will not run: a model of transformers takes no memory."""
+    """The program of a job that will not run."""
     mesh, plan = Mesh(job.mesh), parse_plan(job.plan)
-    source = job.load(mesh, plan, "meta" if is_configuration(job.model) else "cpu")
+    source = job.load_unrun(mesh, plan)
     with screen.stages(job.mesh or "one device") as stage:
         return compiled(job, source, mesh, plan, job.make_optimizer(source.model), stage, costs)
 

@@ -54,8 +54,7 @@ class SimulateCommandOptions(MachineOptions):
     def answer(self, screen: Screen, studies: Studies, mesh: str, plan: str) -> Answer:
         """The step on a mesh, simulated as the options say."""
         on_mesh, its_plan = Mesh(mesh), parse_plan(plan)
-        costs = self.costs_on(on_mesh)
-        source = self.load(on_mesh, its_plan, "meta" if is_configuration(self.model) else "cpu")
+        costs, source = self.costs_on(on_mesh), self.load_unrun(on_mesh, its_plan)
         is_name = self.buckets in ("", "none", "blocks")
         buckets: Any = (
             (self.buckets or None) if is_name else parse_bytes(self.buckets, "--buckets", "none, blocks, or ")

@@ -194,10 +194,11 @@ class _TimeCut:
         known = (self.layout(value) for value in operands), (value in self.coupled for value in operands)
         key = (*form, *map(spec_of, operands), *map(tuple, known), *map(operands.index, operands))
         if key not in self.decided:
-            self.decided[key] = self.best(node, operands)
+            self.decided[key] = self.choose_anew(node, operands)
         return self.decided[key]
 
-    def best(self, node: fx.Node, operands: Sequence[fx.Node]) -> Assignment:
+    def choose_anew(self, node: fx.Node, operands: Sequence[fx.Node]) -> Assignment:
+        """What `choose` decides for the first of equal nodes."""
         rule, specs = rule_over_time(node), list(map(spec_of, operands))
         layouts = list(map(self.layout, operands))
         options = candidates(rule, self.mesh, [(layout,) for layout in layouts], specs, result_specs(node))

@@ -70,6 +70,11 @@ class Plan:
         in forward and again in backward, and freed after use."""
         return Plan([Entry("batch", axis), Entry("state", axis)])
 
+    @property
+    def says_sums(self) -> bool:
+        """Whether it says where gradients of microbatches are added up, as `zero1` and `zero2` do."""
+        return any(entry.kind == "zero" for entry in self.entries)
+
     @staticmethod
     def zero1(axis: str) -> Plan:
         """ZeRO-1, Megatron's distributed optimizer: the batch is sharded over `axis`; optimizer state and stored

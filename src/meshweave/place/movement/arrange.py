@@ -37,7 +37,8 @@ def arrange(step: StepGraph, plan_move: PlanMove, *, reduce_after_cast: bool = F
     the value is smaller there. A sum over devices never gets a smaller dtype than in the graph, unless
     `reduce_after_cast` is set, because that rounds each contribution.
 
-    Moves of a value to several layouts share the common steps of their plans: a copy is moved from another copy, or
+    Moves of several views of a value become moves of the value, where these have more in common. Moves of a value to
+    several layouts share the common steps of their plans: a copy is moved from another copy, or
     both from a layout on the way. (If an operator pins an intermediate layout, the value goes through it.) Backward may
     reuse a copy of forward that is no larger than the value itself, because that needs no memory; a larger copy does
     not outlive its phase.
