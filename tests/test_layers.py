@@ -45,6 +45,7 @@ ROOMS = (
     "build",
     "compile",
     "whatif",
+    "short_pipeline",
     "study",
     "integrations",
     "cli",

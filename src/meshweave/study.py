@@ -37,6 +37,7 @@ from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan, Resolved
 from meshweave.place.resolve import resolve
 from meshweave.program import Program
+from meshweave.short_pipeline import SHORT_DEPTH, SHORT_SIZES, ShortForm
 from meshweave.whatif import precision_in, simulate
 
 _MOST_KEPT = 32  # captured steps, and programs, each of a few layers: some MB
@@ -203,7 +204,8 @@ class Study:
         how = {**how, "framework": framework}
         if not every_layer and self._has_regular_layers(question):
             try:
-                return self._from_few(question, profile, how)
+                is_pipeline = question.options.pipeline is not None
+                return (self._from_short if is_pipeline else self._from_few)(question, profile, how)
             except _NotRegular as reason:
                 self.progress(f"all layers: {reason}")
             except MeshweaveError:  # the whole model says what is wrong with it, if anything is
@@ -219,8 +221,11 @@ class Study:
         all of them together."""
         passes, layers = question.pass_list, self._layers
         is_regular = all(isinstance(each, Recompute | Prefetch) for each in passes.passes)
-        is_plain = is_regular and passes.memory_cap_bytes is None and question.options.pipeline is None
-        return layers is not None and is_plain and len(self._numbers(question)) >= _LEAST_STEPS
+        if layers is None or not is_regular or passes.memory_cap_bytes is not None:
+            return False
+        if question.options.pipeline is not None:
+            return layers.count >= _WORTH * SHORT_DEPTH
+        return len(self._numbers(question)) >= _LEAST_STEPS
 
     def _numbers(self, question: StepQuestion) -> range:
         """Of how many periods of equal layers models may be built: of more than are gathered ahead, one more in each,
@@ -246,6 +251,40 @@ class Study:
         built, of_list = f"{number * layers.period} of {layers.count} equal layers", layers.path or "the model itself"
         notes.append(f"{built} ({of_list}) were built: each of the others adds the same")
         simulation = replace(simulation, notes=tuple(notes))
+        return Answer(simulation=simulation, program=program, num_parameters=self._num_parameters)
+
+    def _from_short(self, question: StepQuestion, profile: MachineProfile | str, how: Mapping[str, Any]) -> Answer:
+        """The answer of a pipeline from one with a few short stages."""
+        layers, target, choice = self._layers, question.target, question.options.pipeline
+        assert layers is not None and choice is not None
+        depth, framework = self._depth(SHORT_DEPTH), how["framework"]
+        whole = resolve(target.plan, self._whole.source.model, target.mesh)
+        form = ShortForm.of(whole, target.mesh, choice, layers)
+        if isinstance(form, str):
+            raise _NotRegular(form)
+        resolved = resolve(target.plan, depth.source.model, form.mesh)
+        if _by_twins(whole, depth.twins) != _by_twins(resolved, {}):
+            raise _NotRegular("the plan treats equal layers differently")
+        given = self._captured(depth, question, resolved)
+        sizes = form.layout(given.step.captured, depth.source.model, whole, layers.count)
+        if isinstance(sizes, str):
+            raise _NotRegular(sizes)
+        short = replace(
+            question, target=replace(target, mesh=form.mesh, plan=None), options=form.options(question.options)
+        )
+
+        def build() -> Program:
+            its = replace(short.target, fits=lambda peak: True)
+            return self._build(given, short, its, form.resolved(resolved))
+
+        program = self._programs.get((depth.omitted, question.batch, target, short, question.options), build)
+        if len(program.roles) != len(SHORT_SIZES):
+            raise _NotRegular("devices of a stage have different work")
+        machine = framework.machine(load_profile(profile)) if isinstance(profile, str) else profile
+        simulation = simulate(program, machine, **{**how, "every_microbatch": True})
+        simulation = form.whole_step(simulation, sizes, question.options.accumulate, machine, framework)
+        if simulation.verdict and question.options.precision.accumulate_in == "auto":
+            raise _NotRegular("memory decides how gradients of microbatches are added up")
         return Answer(simulation=simulation, program=program, num_parameters=self._num_parameters)
 
     def _grown(
@@ -329,22 +368,33 @@ class Study:
     def _built(
         self, depth: _Depth, question: StepQuestion, known: tuple[bool, ...] | None
     ) -> tuple[Program, _FitAnswers]:
-        target, options, memory = question.target, question.options, _FitAnswers(known or ())
+        target, memory = question.target, _FitAnswers(known or ())
         resolved = resolve(target.plan, depth.source.model, target.mesh)
+        given = self._captured(depth, question, resolved)
+        return self._build(
+            given, question, replace(target, fits=None if known is None else memory.fits), resolved
+        ), memory
+
+    def _captured(self, depth: _Depth, question: StepQuestion, resolved: Resolved) -> CapturedStep:
+        """The captured step, at most once."""
+        options, target = question.options, question.target
         precision = replace(options.precision, accumulate_in="auto")
-        captured = replace(options, pipeline=None, precision=precision)  # neither enters a captured step
-        key = depth.omitted, question.batch, tuple(resolved.pins), captured, target.own_parts
+        options = replace(options, pipeline=None, precision=precision)  # neither enters a captured step
+        key = depth.omitted, question.batch, tuple(resolved.pins), options, target.own_parts
 
         def capture() -> CapturedStep:
             self.progress("capture")
             like, own_parts = self._contracts.get(depth.omitted), target.own_parts
-            return capture_step(depth.source, question.example, depth.optimizer, resolved, captured, own_parts, like)
+            return capture_step(depth.source, question.example, depth.optimizer, resolved, options, own_parts, like)
 
         given = self._steps.get(key, capture)
         self._contracts[depth.omitted] = given.step.contract
+        return given
+
+    def _build(self, given: CapturedStep, question: StepQuestion, target: Target, resolved: Resolved) -> Program:
         decided = self._decided.get((target.mesh, target.costs), dict[Any, Any])
-        target = replace(target, decided=decided, fits=None if known is None else memory.fits)
-        return build_captured(_copied(given), resolved, target, options, question.pass_list, self.progress), memory
+        target = replace(target, decided=decided)
+        return build_captured(_copied(given), resolved, target, question.options, question.pass_list, self.progress)
 
 
 @dataclass(slots=True)

@@ -41,19 +41,32 @@ def assign_stages(
     for axis, wanted, order in resolved.staged:
         if resolved.is_default and axis in by_operators:
             continue
-        chain, size, where = chain_of_layers(step, model), mesh.size(axis), f"axis {axis} of mesh {mesh}"
-        open_indices = usual(size)
-        layout = (
-            wanted
-            if isinstance(wanted, StageLayout)
-            else _balanced(chain, size * wanted or len(open_indices), where, model)
-        )
-        _check_fit(layout, chain, where)
-        count = len(layout.stages)
-        indices = open_indices if not order and count == len(open_indices) else _in_order(layout, size, order, where)
+        chain, where = chain_of_layers(step, model), f"axis {axis} of mesh {mesh}"
+        layout, indices = lay_out_stages(chain, wanted, order, usual, (model, mesh.size(axis), where))
         for stage, (index, modules) in enumerate(zip(indices, _parts(layout, chain), strict=True)):
             place_modules(resolved, modules, mesh.at(**{axis: index}), mesh, f"stages over {axis}")
             resolved.stages.update(dict.fromkeys(modules, stage))
+
+
+def lay_out_stages(
+    chain: LayerChain,
+    wanted: StageLayout | int,
+    order: str,
+    usual: Callable[[int], Sequence[int]],
+    where: tuple[nn.Module, int, str],
+) -> tuple[StageLayout, Sequence[int]]:
+    """The layout of the stages of a chain that a plan asks for, a layout or a number for each index of an axis (0:
+    open), and the index of each. `usual` as for `assign_stages`; `where`: the model, and the size and name of the axis.
+    Raises PlanError for a layout that does not fit them."""
+    model, size, name = where
+    open_indices = usual(size)
+    if isinstance(wanted, StageLayout):
+        layout = wanted
+    else:
+        layout = _balanced(chain, size * wanted or len(open_indices), name, model)
+    _check_fit(layout, chain, name)
+    is_usual = not order and len(layout.stages) == len(open_indices)
+    return layout, open_indices if is_usual else _in_order(layout, size, order, name)
 
 
 def _in_order(layout: StageLayout, size: int, order: str, where: str) -> Sequence[int]:

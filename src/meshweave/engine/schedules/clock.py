@@ -127,6 +127,7 @@ def pipeline_times(
     blocking_messages: bool = False,
     synchronous: bool = True,
     overlapped: float = 1.0,
+    more: Mapping[tuple[Kind, int, int], float] | None = None,
 ) -> PipelineTimes:
     """The times of a schedule, which is proven first.
 
@@ -139,7 +140,8 @@ def pipeline_times(
     computing for `comm`, the sender behind its action, the receiver before its own (as where a trainer waits for every
     send and receive). `synchronous`: the optimizer begins when all ranks have ended;
     else each rank goes on by itself, as with the paper's post-validation, and a step takes the longest span.
-    `overlapped`: time of a pair that is scheduled as one, as a share of the sum of both.
+    `overlapped`: time of a pair that is scheduled as one, as a share of the sum of both. `more`: seconds that a kind of
+    action of a stage takes longer with a microbatch, (kind, stage, microbatch), as the first with its gathers.
 
     Each rank runs its actions in order, each as soon as it can. Gathers, reductions and what a runtime adds take no
     time. Raises PlanError if the schedule is not valid (`prove_schedule`), or for times that do not fit it."""
@@ -150,7 +152,7 @@ def pipeline_times(
     prove_schedule(schedule)
     lowered = lower_schedule(schedule)
     times = stage_times(schedule.num_stages, F, B, W, comm)
-    seconds = _seconds_of_tasks(lowered, times, overlapped)
+    seconds = _seconds_of_tasks(lowered, times, overlapped, more or {})
     latency = [0.0 if blocking_messages else comm for comm in times.comm]
     needs = [[(n.task, 0.0 if n.hop is None else latency[n.hop]) for n in row] for row in lowered.needs]
     receives, sends = _seconds_of_messages(lowered, schedule, times if blocking_messages else None)
@@ -173,12 +175,15 @@ def pipeline_times(
     )
 
 
-def _seconds_of_tasks(lowered: LoweredSchedule, times: StageTimes, overlapped: float) -> list[float]:
+def _seconds_of_tasks(
+    lowered: LoweredSchedule, times: StageTimes, overlapped: float, more: Mapping[tuple[Kind, int, int], float]
+) -> list[float]:
     of_kind = {"forward": times.forward, "input": times.input, "weight": times.weight}
     of_kind["backward"] = tuple(map(sum, zip(times.input, times.weight, strict=True)))
     result = []
     for task in lowered.tasks:
-        whole = sum(of_kind[kind][stage] for kind, stage, _ in parts_of(task) if kind in of_kind)
+        parts = [part for part in parts_of(task) if part[0] in of_kind]
+        whole = sum(of_kind[kind][stage] + more.get((kind, stage, number), 0.0) for kind, stage, number in parts)
         result.append(whole * overlapped if len(task.actions) > 1 else whole)
     return result
 

@@ -1,0 +1,133 @@
+"""A pipeline of equal layers asked for by a short one: which is built, and how the whole follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from meshweave.capture.depth import EqualLayers
+from meshweave.capture.step import CaptureOptions
+from meshweave.cost.hardware import MachineProfile
+from meshweave.cost.simulate.composed import SHORT_MICROBATCHES, SHORT_SIZES, compose, layer_flops, short_schedule
+from meshweave.cost.simulate.frameworks import Framework
+from meshweave.cost.simulate.result import Simulation
+from meshweave.engine.actions import Schedule
+from meshweave.engine.schedules import SCHEDULES, StageTimes, make_schedule
+from meshweave.engine.schedules.form import ranks_of_stages
+from meshweave.ir.graph import StepGraph
+from meshweave.ir.mesh import Mesh
+from meshweave.pipeline import PipelineChoice
+from meshweave.place.plans import Resolved
+from meshweave.place.stage_layout import StageLayout
+from meshweave.place.stage_split import chain_of_layers
+from meshweave.place.stages import lay_out_stages
+
+SHORT_DEPTH = sum(SHORT_SIZES)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortForm:
+    """The short form of a pipeline over `axis`, the outermost of a mesh: stages of `SHORT_SIZES` layers on a mesh that
+    is as the whole one beside that axis. `choice` is the schedule that was asked for."""
+
+    axis: str
+    whole: Mesh
+    mesh: Mesh
+    choice: PipelineChoice
+
+    @staticmethod
+    def of(resolved: Resolved, mesh: Mesh, choice: PipelineChoice, layers: EqualLayers) -> ShortForm | str:
+        """The short form of a step whose plan is `resolved`, or why there is none."""
+        if len(resolved.staged) != 1 or resolved.homes:
+            return "its stages are not those of an axis"
+        axis = resolved.staged[0][0]
+        if mesh.axis_names[0] != axis:
+            return f"{axis} is not the outermost axis"
+        if layers.period > 1:
+            return "equal layers are not all in a row"
+        if choice.schedule is None and choice.name not in SCHEDULES:
+            return "its schedule is searched for"
+        sizes = {name: mesh.size(name) for name in mesh.axis_names}
+        return ShortForm(axis, mesh, Mesh.of({**sizes, axis: len(SHORT_SIZES)}), choice)
+
+    def schedule(self, ranks: int, microbatches: int, per_rank: int, times: StageTimes | None = None) -> Schedule:
+        """The schedule that was asked for."""
+        given = self.choice.schedule
+        if given is not None:
+            return given
+        return make_schedule(
+            self.choice.name, ranks, microbatches, per_rank, times if self.choice.needs_times else None
+        )
+
+    def options(self, options: CaptureOptions) -> CaptureOptions:
+        """The options of the short step."""
+        any_times = (
+            self.schedule(len(SHORT_SIZES), 1, SCHEDULES[self.choice.name].stages_per_rank or 2)
+            if (self.choice.schedule is None)
+            else self.choice.schedule
+        )
+        return replace(options, accumulate=SHORT_MICROBATCHES, pipeline=PipelineChoice.of(short_schedule(any_times)))
+
+    def resolved(self, resolved: Resolved) -> Resolved:
+        """The plan of the short step, which is `resolved` for the short model and mesh."""
+        return replace(resolved, staged=[(self.axis, StageLayout.of_sizes(SHORT_SIZES), "")])
+
+    def layout(self, step: StepGraph, model: nn.Module, resolved: Resolved, count: int) -> tuple[int, ...] | str:
+        """How many of `count` layers each stage of the whole has, from the captured short step; or why that is not
+        known. `resolved`: the plan for the whole model."""
+        chain = chain_of_layers(step, model)
+        if len(chain.layers) != SHORT_DEPTH:
+            return "its list has other layers beside the equal ones"
+        middle = [chain.layers[1]] * (count - 2), [chain.work[1]] * (count - 2)
+        layers, work = ((own[0], *more, own[-1]) for own, more in zip((chain.layers, chain.work), middle, strict=True))
+        chain = replace(chain, layers=tuple(map(str, layers)), work=tuple(map(int, work)))
+        _, wanted, order = resolved.staged[0]
+        size, name = self.whole.size(self.axis), f"axis {self.axis} of mesh {self.whole}"
+        usual = self.choice.ranks_of_stages
+        layout, indices = lay_out_stages(chain, wanted, order, usual, (model, size, name))
+        if layout.stages[0][:1] != "E" or layout.stages[-1][-1:] != "L" or 0 in layout.sizes:
+            return "embedding or head are stages of their own"
+        ranks = ranks_of_stages(self.schedule(size, size, len(layout.sizes) // size))
+        if [ranks.get(stage) for stage in range(len(indices))] != list(indices):
+            return "its schedule has the stages on other ranks"
+        return layout.sizes
+
+    def whole_step(
+        self,
+        short: Simulation,
+        sizes: Sequence[int],
+        microbatches: int,
+        profile: MachineProfile,
+        framework: Framework,
+    ) -> Simulation:
+        """The step of the whole pipeline, with so many layers in each stage, from the simulated short one."""
+        size = self.whole.size(self.axis)
+        per_rank = len(sizes) // size
+        devices = [self.whole.at(**{self.axis: index}).devices for index in range(size)]
+        ranks = ranks_of_stages(self.schedule(size, microbatches, per_rank))
+
+        def message_seconds(hop: int, num_bytes: float) -> float:
+            here, there = (devices[ranks[stage]][0] for stage in (hop, hop + 1))
+            return profile.transfer_seconds(here, there, num_bytes)
+
+        composed = compose(
+            short,
+            sizes,
+            lambda times: self.schedule(size, microbatches, per_rank, times),
+            message_seconds,
+            devices,
+            framework.blocking_messages and per_rank == 1,
+        )
+        more = sum(sizes) - SHORT_DEPTH
+        flops = (short.flops / SHORT_MICROBATCHES + more * layer_flops(short)) * microbatches
+        peak = profile.peak_flops(getattr(torch, short.mfu_dtype)) if short.mfu_dtype else None
+        mfu = flops / (composed.seconds * composed.num_devices * peak) if peak and not composed.verdict else None
+        note = f"{SHORT_DEPTH} of {sum(sizes)} equal layers were built, in {len(SHORT_SIZES)} stages of another "
+        note += "schedule: what each of the others takes and holds follows, and the schedule's clock says when"
+        tokens = short.tokens // SHORT_MICROBATCHES * microbatches
+        return replace(
+            composed, mesh=str(self.whole), tokens=tokens, flops=flops, mfu=mfu, notes=(*composed.notes, note)
+        )
