@@ -64,12 +64,9 @@ class ShortForm:
 
     def options(self, options: CaptureOptions) -> CaptureOptions:
         """The options of the short step."""
-        any_times = (
-            self.schedule(len(SHORT_SIZES), 1, SCHEDULES[self.choice.name].stages_per_rank or 2)
-            if (self.choice.schedule is None)
-            else self.choice.schedule
-        )
-        return replace(options, accumulate=SHORT_MICROBATCHES, pipeline=PipelineChoice.of(short_schedule(any_times)))
+        per_rank = 2 if self.choice.schedule is not None else SCHEDULES[self.choice.name].stages_per_rank or 2
+        asked = self.schedule(len(SHORT_SIZES), SHORT_MICROBATCHES, per_rank)
+        return replace(options, accumulate=SHORT_MICROBATCHES, pipeline=PipelineChoice.of(short_schedule(asked)))
 
     def resolved(self, resolved: Resolved) -> Resolved:
         """The plan of the short step, which is `resolved` for the short model and mesh."""
@@ -81,9 +78,10 @@ class ShortForm:
         chain = chain_of_layers(step, model)
         if len(chain.layers) != SHORT_DEPTH:
             return "its list has other layers beside the equal ones"
-        middle = [chain.layers[1]] * (count - 2), [chain.work[1]] * (count - 2)
-        layers, work = ((own[0], *more, own[-1]) for own, more in zip((chain.layers, chain.work), middle, strict=True))
-        chain = replace(chain, layers=tuple(map(str, layers)), work=tuple(map(int, work)))
+        times = count - 2
+        layers = (chain.layers[0], *[chain.layers[1]] * times, chain.layers[-1])
+        work = (chain.work[0], *[chain.work[1]] * times, chain.work[-1])
+        chain = replace(chain, layers=layers, work=work)
         _, wanted, order = resolved.staged[0]
         size, name = self.whole.size(self.axis), f"axis {self.axis} of mesh {self.whole}"
         usual = self.choice.ranks_of_stages

@@ -1,4 +1,4 @@
-"""PipelineProblem schedules by name: a table of functions from ranks, microbatches and stages per rank to orders of
+"""Schedules of pipelines by name: a table of functions from ranks, microbatches and stages per rank to orders of
 actions.
 
 All are computation only (F, B, I, W); `with_communication` adds sends and receives. In the text below p are the ranks,

@@ -1,0 +1,48 @@
+"""A pipeline of many equal layers follows from a short one."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import meshweave as mw
+from meshweave import study
+
+
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "plan"),
+    [("1f1b", "pp=4,dp=2", "zero1:dp+stages:pp"), ("interleaved", "pp=2,dp=2", "zero1:dp+stages:pp:2")],
+)
+def test_a_step_is_nearly_that_of_all_layers(schedule, mesh, plan, monkeypatch):
+    monkeypatch.setattr(study, "_WORTH_OF_PIPELINE", 1)
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=12, hidden_size=2048, intermediate_size=5504, num_attention_heads=16,
+        num_key_value_heads=16, vocab_size=16000, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ids = torch.empty(2 * 8, 2048, dtype=torch.long, device="meta")
+    questions = mw.Study(model, loss=lambda output, _: output.loss, optimizer=torch.optim.AdamW(model.parameters()))
+    few, whole = (
+        questions.simulate(
+            {"input_ids": ids, "labels": ids},
+            mesh=mesh,
+            plan=plan,
+            profile="h100",
+            framework="megatron",
+            accumulate=8,
+            pipeline=schedule,
+            precision=torch.bfloat16,
+            every_layer=every_layer,
+        )
+        for every_layer in (False, True)
+    )
+    assert any("10 of 12 equal layers were built" in note for note in few.notes)
+    assert few.seconds == pytest.approx(whole.seconds, rel=0.04)
+    assert few.flops == pytest.approx(whole.flops, rel=1e-6)
+    assert (few.tokens, few.mesh, few.num_devices, few.schedule) == (
+        whole.tokens, whole.mesh, whole.num_devices, whole.schedule
+    )  # fmt: skip
+    for role, of_all in zip(few.roles, whole.roles, strict=True):
+        assert role.devices == of_all.devices
+        assert role.peak_bytes == pytest.approx(of_all.peak_bytes, rel=0.1)
+        assert role.persistent_bytes == pytest.approx(of_all.persistent_bytes, rel=1e-6)
