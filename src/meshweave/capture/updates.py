@@ -1,8 +1,8 @@
 """The updates of optimizers as pure functions, and the table of them by class.
 
 A row has three functions. `numbers` computes in Python, before every step, what a group's options and a parameter's
-step count come to. `function` computes with tensors, without writing to them, and is traced once. The rows of torch.optim
-follow the form for a single tensor in torch/optim/*.py (`foreach=False`), in the order of its operations.
+step count come to. `function` computes with tensors, without writing to them, and is traced once. The rows of
+torch.optim follow the form for a single tensor in torch/optim/*.py (`foreach=False`), in the order of its operations.
 """
 
 from __future__ import annotations
