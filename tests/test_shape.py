@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = {str(path.relative_to(ROOT / "src")): path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
 MAX_LINES, MAX_PARAMETERS, MAX_FILE = 60, 8, 800
 # Functions with more parameters: those of public API, and those whose parameters are the arguments of an op.
-PUBLIC = {"compile", "backend", "scaled", "best_schedule", "simulate"}
+PUBLIC = {"compile", "backend", "scaled", "best_schedule", "simulate", "pipeline_times"}
 OPS = {
     f"meshweave/{name}.py"
     for name in ("ir/ops", "ir/attention", *(f"capture/{x}" for x in ("decompositions", "functions", "normalize")))

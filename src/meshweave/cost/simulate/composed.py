@@ -172,15 +172,15 @@ class _StageReader:
     def moment(self) -> float:
         """Bytes beside what it holds, at most while a microbatch passes."""
         own = self.figures()
-        found = [0.0]
+        peaks = [0.0]
         for action in _PASSES:
             for number in range(1, SHORT_MICROBATCHES):
                 spans = self.of(action, number)
                 if spans:
                     begin = self.begin(action, number)
                     taken = own.activation if action == "forward" else 0.0
-                    found.append(self.most(begin, max(s.end for s in spans)) - self.level(begin) - taken)
-        return max(found)
+                    peaks.append(self.most(begin, max(s.end for s in spans)) - self.level(begin) - taken)
+        return max(peaks)
 
     def begin(self, action: str, microbatch: int) -> float:
         """When its first kernel begins, before which nothing is freed."""
@@ -229,9 +229,9 @@ def compose(
     own_stages = [[stages[number] for number in numbers] for numbers in ranks]
     totals = [end + sum(s.total for s in own) for end, own in zip(ends, own_stages, strict=True)]
     seconds = max(totals) + max(sum(s.update for s in own) for own in own_stages)
-    held = peak_activations(schedule, ActivationMemory([s.activation for s in stages]))
+    stored = peak_activations(schedule, ActivationMemory([s.activation for s in stages]))
     roles = [
-        _role(parts, own, number, (len(sizes), schedule.num_microbatches, seconds), held[number], devices[number])
+        _role(parts, own, number, (len(sizes), schedule.num_microbatches, seconds), stored[number], devices[number])
         for number, own in enumerate(zip(ranks, own_stages, strict=True))
     ]
     room = short.memory_bytes
@@ -284,11 +284,11 @@ def _role(
     own: tuple[Sequence[int], Sequence[StageFigures]],
     index: int,
     of_step: tuple[int, int, float],
-    held: float,
+    stored: float,
     devices: Sequence[int],
 ) -> RoleResult:
     """A rank: the numbers and figures of its stages. `of_step`: the numbers of stages and microbatches, and the seconds
-    of the step. `held`: bytes of activations at most."""
+    of the step. `stored`: bytes of activations at most."""
     (numbers, stages), (num_stages, microbatches, seconds) = own, of_step
     ends = {0: 0, num_stages - 1: 2}
     places = [ends.get(number, 1) for number in numbers]
@@ -300,11 +300,11 @@ def _role(
     per_microbatch = total("forward") + total("backward") + total("weight")
     busy = microbatches * per_microbatch + sum(total(name) for name in ("first", "last", "total", "update"))
     exposed = microbatches * total("exposed") + max(0.0, total("exposed_once"))
-    passing, persistent = total("during") + held + moment, total("persistent")
+    passing, persistent = total("during") + stored + moment, total("persistent")
     peak = round(max(passing, total("at_update")))
     tensors: list[tuple[str, str, float]] = [
         ("parameters and optimizer state", "state", persistent),
-        ("activations of microbatches", "activation", held),
+        ("activations of microbatches", "activation", stored),
         ("gradients and gathered parameters", "grad", max(0.0, total("during") - persistent)),
         ("for a moment", "temporary", moment),
     ]
