@@ -46,3 +46,31 @@ def test_a_step_is_nearly_that_of_all_layers(schedule, mesh, plan, monkeypatch):
         assert role.devices == of_all.devices
         assert role.peak_bytes == pytest.approx(of_all.peak_bytes, rel=0.1)
         assert role.persistent_bytes == pytest.approx(of_all.persistent_bytes, rel=1e-6)
+
+
+def test_another_batch_of_the_same_shape_is_the_same_question(monkeypatch):
+    monkeypatch.setattr(study, "_WORTH_OF_PIPELINE", 1)
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=12, hidden_size=64, intermediate_size=128, num_attention_heads=4, use_cache=False
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    stages: list[str] = []
+    optimizer = torch.optim.SGD(model.parameters())
+    questions = mw.Study(model, loss=lambda output, _: output.loss, optimizer=optimizer, progress=stages.append)
+    results = []
+    for _ in range(2):
+        ids = torch.empty(8, 16, dtype=torch.long, device="meta")
+        results.append(
+            questions.simulate(
+                {"input_ids": ids, "labels": ids},
+                mesh="pp=4",
+                profile="h100",
+                framework="megatron",
+                accumulate=8,
+                pipeline="1f1b",
+            )
+        )
+    assert results[0].seconds == results[1].seconds
+    assert "stages follow schedule 1f1b" in results[0].notes
+    assert stages.count("capture") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +28,14 @@ SHORT_DEPTH = sum(SHORT_SIZES)
 
 
 @dataclass(frozen=True, slots=True)
+class StageLayers:
+    """The number of layers of each stage, and the pipeline rank that has it."""
+
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ShortForm:
     """The short form of a pipeline over `axis`, the outermost of a mesh: stages of `SHORT_SIZES` layers on a mesh that
     is as the whole one beside that axis. `choice` is the schedule that was asked for."""
@@ -39,7 +46,9 @@ class ShortForm:
     choice: PipelineChoice
 
     @staticmethod
-    def of(resolved: Resolved, mesh: Mesh, choice: PipelineChoice, layers: EqualLayers) -> ShortForm | str:
+    def of(
+        resolved: Resolved, mesh: Mesh, choice: PipelineChoice, layers: EqualLayers, microbatches: int
+    ) -> ShortForm | str:
         """The short form of a step whose plan is `resolved`, or why there is none."""
         if len(resolved.staged) != 1 or resolved.homes:
             return "its stages are not those of an axis"
@@ -50,31 +59,28 @@ class ShortForm:
             return "equal layers are not all in a row"
         if choice.schedule is None and choice.name not in SCHEDULES:
             return "its schedule is searched for"
+        if choice.schedule is not None and choice.schedule.num_microbatches != microbatches:
+            return "its schedule has another number of microbatches"
         sizes = {name: mesh.size(name) for name in mesh.axis_names}
         return ShortForm(axis, mesh, Mesh.of({**sizes, axis: len(SHORT_SIZES)}), choice)
 
     def schedule(self, ranks: int, microbatches: int, per_rank: int, times: StageTimes | None = None) -> Schedule:
         """The schedule that was asked for."""
-        given = self.choice.schedule
-        if given is not None:
-            return given
-        return make_schedule(
-            self.choice.name, ranks, microbatches, per_rank, times if self.choice.needs_times else None
-        )
+        known = times if self.choice.needs_times else None
+        return self.choice.schedule or make_schedule(self.choice.name, ranks, microbatches, per_rank, known)
 
     def options(self, options: CaptureOptions) -> CaptureOptions:
         """The options of the short step."""
-        per_rank = 2 if self.choice.schedule is not None else SCHEDULES[self.choice.name].stages_per_rank or 2
-        asked = self.schedule(len(SHORT_SIZES), SHORT_MICROBATCHES, per_rank)
+        asked = self.choice.schedule or make_schedule(self.choice.name, len(SHORT_SIZES), SHORT_MICROBATCHES)
         return replace(options, accumulate=SHORT_MICROBATCHES, pipeline=PipelineChoice.of(short_schedule(asked)))
 
     def resolved(self, resolved: Resolved) -> Resolved:
         """The plan of the short step, which is `resolved` for the short model and mesh."""
         return replace(resolved, staged=[(self.axis, StageLayout.of_sizes(SHORT_SIZES), "")])
 
-    def layout(self, step: StepGraph, model: nn.Module, resolved: Resolved, count: int) -> tuple[int, ...] | str:
-        """How many of `count` layers each stage of the whole has, from the captured short step; or why that is not
-        known. `resolved`: the plan for the whole model."""
+    def layout(self, step: StepGraph, model: nn.Module, resolved: Resolved, count: int) -> StageLayers | str:
+        """The stages of the whole, which has `count` layers, from the captured short step; or why they are not known.
+        `resolved`: the plan for the whole model."""
         chain = chain_of_layers(step, model)
         if len(chain.layers) != SHORT_DEPTH:
             return "its list has other layers beside the equal ones"
@@ -91,39 +97,38 @@ class ShortForm:
         ranks = ranks_of_stages(self.schedule(size, size, len(layout.sizes) // size))
         if [ranks.get(stage) for stage in range(len(indices))] != list(indices):
             return "its schedule has the stages on other ranks"
-        return layout.sizes
+        return StageLayers(layout.sizes, tuple(indices))
 
     def whole_step(
         self,
         short: Simulation,
-        sizes: Sequence[int],
+        stages: StageLayers,
         microbatches: int,
         profile: MachineProfile,
         framework: Framework,
     ) -> Simulation:
-        """The step of the whole pipeline, with so many layers in each stage, from the simulated short one."""
+        """The step of the whole pipeline, with these stages, from the simulated short one."""
         size = self.whole.size(self.axis)
-        per_rank = len(sizes) // size
+        per_rank, count = len(stages.sizes) // size, sum(stages.sizes)
         devices = [self.whole.at(**{self.axis: index}).devices for index in range(size)]
-        ranks = ranks_of_stages(self.schedule(size, microbatches, per_rank))
 
         def message_seconds(hop: int, num_bytes: float) -> float:
-            here, there = (devices[ranks[stage]][0] for stage in (hop, hop + 1))
+            here, there = (devices[stages.ranks[stage]][0] for stage in (hop, hop + 1))
             return profile.transfer_seconds(here, there, num_bytes)
 
         composed = compose(
             short,
-            sizes,
+            stages.sizes,
             lambda times: self.schedule(size, microbatches, per_rank, times),
             message_seconds,
             devices,
             framework.blocking_messages and per_rank == 1,
         )
-        more = sum(sizes) - SHORT_DEPTH
+        more = count - SHORT_DEPTH
         flops = (short.flops / SHORT_MICROBATCHES + more * layer_flops(short)) * microbatches
         peak = profile.peak_flops(getattr(torch, short.mfu_dtype)) if short.mfu_dtype else None
         mfu = flops / (composed.seconds * composed.num_devices * peak) if peak and not composed.verdict else None
-        note = f"{SHORT_DEPTH} of {sum(sizes)} equal layers were built, in {len(SHORT_SIZES)} stages of another "
+        note = f"{SHORT_DEPTH} of {count} equal layers were built, in {len(SHORT_SIZES)} stages of another "
         note += "schedule: what each of the others takes and holds follows, and the schedule's clock says when"
         tokens = short.tokens // SHORT_MICROBATCHES * microbatches
         return replace(

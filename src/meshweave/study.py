@@ -263,30 +263,26 @@ class Study:
         assert choice is not None
         depth, framework = self._depth(SHORT_DEPTH), how["framework"]
         whole = resolve(target.plan, self._whole.source.model, target.mesh)
-        form = ShortForm.of(whole, target.mesh, choice, layers)
+        form = ShortForm.of(whole, target.mesh, choice, layers, question.options.accumulate)
         if isinstance(form, str):
             raise _NotRegular(form)
         resolved = resolve(target.plan, depth.source.model, form.mesh)
         if _by_twins(whole, depth.twins) != _by_twins(resolved, {}):
             raise _NotRegular("the plan treats equal layers differently")
-        given = self._captured(depth, question, resolved)
-        sizes = form.layout(given.step.captured, depth.source.model, whole, layers.count)
-        if isinstance(sizes, str):
-            raise _NotRegular(sizes)
-        short = replace(
-            question, target=replace(target, mesh=form.mesh, plan=None), options=form.options(question.options)
-        )
-
-        def build() -> Program:
-            its = replace(short.target, fits=lambda peak: True)
-            return self._build(given, short, its, form.resolved(resolved))
-
-        program = self._programs.get((depth.omitted, question.batch, target, short, question.options), build)
+        captured = self._captured(depth, question, resolved)
+        stages = form.layout(captured.step.captured, depth.source.model, whole, layers.count)
+        if isinstance(stages, str):
+            raise _NotRegular(stages)
+        # memory is asked of the whole step, once it is composed
+        of_short = replace(target, mesh=form.mesh, plan=None, fits=lambda peak: True)
+        short = replace(question, target=of_short, options=form.options(question.options))
+        key = depth.omitted, question.batch, target, question.options, question.pass_list, short.options
+        program = self._programs.get(key, lambda: self._build(captured, short, form.resolved(resolved)))
         if len(program.roles) != len(SHORT_SIZES):
             raise _NotRegular("devices of a stage have different work")
         machine = framework.machine(load_profile(profile)) if isinstance(profile, str) else profile
         simulation = simulate(program, machine, **{**how, "every_microbatch": True})
-        simulation = form.whole_step(simulation, sizes, question.options.accumulate, machine, framework)
+        simulation = form.whole_step(simulation, stages, question.options.accumulate, machine, framework)
         is_open = question.options.precision.accumulate_in == whole.accumulate_in == "auto"
         if simulation.verdict and is_open:
             raise _NotRegular("memory decides how gradients of microbatches are added up")
@@ -375,10 +371,8 @@ class Study:
     ) -> tuple[Program, _FitAnswers]:
         target, memory = question.target, _FitAnswers(known or ())
         resolved = resolve(target.plan, depth.source.model, target.mesh)
-        given = self._captured(depth, question, resolved)
-        return self._build(
-            given, question, replace(target, fits=None if known is None else memory.fits), resolved
-        ), memory
+        question = replace(question, target=replace(target, fits=None if known is None else memory.fits))
+        return self._build(self._captured(depth, question, resolved), question, resolved), memory
 
     def _captured(self, depth: _Depth, question: StepQuestion, resolved: Resolved) -> CapturedStep:
         """The captured step, at most once."""
@@ -392,14 +386,16 @@ class Study:
             like, own_parts = self._contracts.get(depth.omitted), target.own_parts
             return capture_step(depth.source, question.example, depth.optimizer, resolved, options, own_parts, like)
 
-        given = self._steps.get(key, capture)
-        self._contracts[depth.omitted] = given.step.contract
-        return given
+        captured = self._steps.get(key, capture)
+        self._contracts[depth.omitted] = captured.step.contract
+        return captured
 
-    def _build(self, given: CapturedStep, question: StepQuestion, target: Target, resolved: Resolved) -> Program:
-        decided = self._decided.get((target.mesh, target.costs), dict[Any, Any])
-        target = replace(target, decided=decided)
-        return build_captured(_copied(given), resolved, target, question.options, question.pass_list, self.progress)
+    def _build(self, captured: CapturedStep, question: StepQuestion, resolved: Resolved) -> Program:
+        """The program of a captured step by this plan."""
+        target = question.target
+        target = replace(target, decided=self._decided.get((target.mesh, target.costs), dict[Any, Any]))
+        its = question.options, question.pass_list, self.progress
+        return build_captured(_copied(captured), resolved, target, *its)
 
 
 @dataclass(slots=True)

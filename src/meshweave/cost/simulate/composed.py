@@ -80,12 +80,12 @@ class ShortPipeline:
 
 
 def short_schedule(schedule: Schedule) -> Schedule:
-    """All forwards, then all backwards of four stages, which are split where `schedule` splits them."""
+    """All forwards, then all backwards of four stages, which are split where `schedule` splits them; by its name."""
     kinds = {kind for actions in schedule.of_role for action in actions for kind in action.kinds}
     backward: tuple[Kind, ...] = ("input", "weight") if "input" in kinds else ("backward",)
     numbers = range(SHORT_MICROBATCHES)
     return Schedule(
-        "short",
+        schedule.name,
         tuple(
             (
                 *(Action(("forward",), microbatch, stage) for microbatch in numbers),
@@ -149,7 +149,7 @@ class _StageReader:
         ends = [*self.of("forward", 0), *(s for a in _PASSES[1:] for s in self.of(a, SHORT_MICROBATCHES - 1))]
         at_end = [*self.of("total"), *self.of("update")]
         before = self.level(self.begin(behind, _STEADY))
-        activation = self.level(self.begin("forward", _STEADY)) - self.level(self.begin("forward", _STEADY - 1))
+        activation = self.activation
         first = _seconds(self.of("forward", 0)) - forward
         last = _seconds([s for a in _PASSES[1:] for s in self.of(a, SHORT_MICROBATCHES - 1)]) - backward - weight
         return StageFigures(
@@ -171,16 +171,21 @@ class _StageReader:
 
     def moment(self) -> float:
         """Bytes beside what it holds, at most while a microbatch passes."""
-        own = self.figures()
         peaks = [0.0]
         for action in _PASSES:
             for number in range(1, SHORT_MICROBATCHES):
                 spans = self.of(action, number)
                 if spans:
                     begin = self.begin(action, number)
-                    taken = own.activation if action == "forward" else 0.0
-                    peaks.append(self.most(begin, max(s.end for s in spans)) - self.level(begin) - taken)
+                    stays = self.activation if action == "forward" else 0.0
+                    peaks.append(self.most(begin, max(s.end for s in spans)) - self.level(begin) - stays)
         return max(peaks)
+
+    @property
+    def activation(self) -> float:
+        """Bytes that a microbatch leaves for backward: between the begins of two forwards."""
+        first, second = (self.level(self.begin("forward", number)) for number in (_STEADY - 1, _STEADY))
+        return second - first
 
     def begin(self, action: str, microbatch: int) -> float:
         """When its first kernel begins, before which nothing is freed."""
