@@ -68,11 +68,10 @@ def simulate(
         fusion=fusion or its.fusion,
         microbatches=microbatches,
         pipeline=schedule,
-        matmul_dtype=_dtype_of(matmul_dtype),
+        matmuls=replace(its.matmuls, dtype=_dtype_of(matmul_dtype)),
         tokens=tokens,
         title=title,
         buckets=its.buckets if buckets is None else buckets,
-        narrow_messages=its.narrow_messages,
         blocking_messages=its.blocking_messages,
         keeps_every_second_matmul=program.recompute == "selective",
     )

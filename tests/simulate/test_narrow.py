@@ -11,7 +11,7 @@ from tests.models import hugging_face
 
 import meshweave as mw
 from meshweave.cost.simulate.kernels import is_in_block, kernels_of
-from meshweave.cost.simulate.tasks import Narrow, NarrowDtype
+from meshweave.cost.simulate.matmuls import MatmulStyle, Narrow
 from meshweave.errors import MeshweaveError
 from meshweave.ir.values import local_values
 from meshweave.ir.work import Matmul, MemoryWork
@@ -37,7 +37,7 @@ def program() -> Program:
 def test_matmuls_of_blocks_are_narrow_and_every_operand_is_cast_once_a_phase(program: Program) -> None:
     role = program.rank
     kernels, local = kernels_of(role, local_values(role), "compiled")
-    narrow = Narrow(NarrowDtype(FLOAT8), role, local, "compiled")
+    narrow = Narrow(MatmulStyle(dtype=FLOAT8), role, local, "compiled")
     plain, cast = 0, 0
     for kernel in kernels:
         inside = is_in_block(kernel.node.meta["origin"])
@@ -73,7 +73,7 @@ def test_rows_by_expert_are_narrow_and_a_name_is_a_dtype() -> None:
     ).program
     role = program.rank
     kernels, local = kernels_of(role, local_values(role), "compiled")
-    narrow = Narrow(NarrowDtype(FLOAT8), role, local, "compiled")
+    narrow = Narrow(MatmulStyle(dtype=FLOAT8), role, local, "compiled")
     pieces = [list(narrow.works(k, 0)) for k in kernels if "piece" in k.nodes[0].name]
     assert len(pieces) == 2 * 2 * 3
     assert all(works[-1].dtype == FLOAT8 for works in pieces)

@@ -303,7 +303,7 @@ def cheapest(
         else:
             ends = [home(rule, i, operands) or _resolve(r) for i, r in enumerate(option.results)]
             ways = zip(prices.results, option.results, ends, results, strict=True)
-            cost += sum(price(result, end, spec) for price, result, end, spec in ways if result != end)
+            cost += sum(price(result, end, spec) for price, result, end, spec in ways)
         cost += _repeated_seconds(rule, option, mesh, results, prices.rates)
         moved = sum(layout not in h.layouts for h, layout in zip(operands, option.operands, strict=True))
         rank = (round(cost * _TICKS), moved, sum(len(r.partial) for r in option.results))

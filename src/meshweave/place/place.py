@@ -370,16 +370,23 @@ class _Placer:
             proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
         named = key_of(node) if node.target in BY_ROWS else ""
         attention = self.placement.attention
-        once = (self.sums.where, self.sums.microbatches, parts) if any(parts) else None
+        used = self._axes_of_use(node) if any(parts) else frozenset[str]()
+        once = (self.sums.where, self.sums.microbatches, parts, used) if any(parts) else None
         fixed = (node.target, str(map_nodes(node, lambda n: None)), node.meta["spec"], mesh, named, attention, once)
         key = (*fixed, tuple(operands), wanted, proposed)
         if key not in self.decided:
             rule = as_asked(row_for(node).rule(node), attention)
             specs = result_specs(node)
-            moved = tuple(self.sums.price(self.price) if is_part else self.price for is_part in parts)
+            moved = tuple(self.sums.price(self.price, self.rates, used) if is_part else self.price for is_part in parts)
             prices = OpPrices(self.price, moved, self.rates)
             self.decided[key] = cheapest(rule, mesh, operands, specs, prices, wanted, proposed)
         return self.decided[key]
+
+    def _axes_of_use(self, node: fx.Node) -> frozenset[str]:
+        """The axes that shard the parameters, as they are used, whose gradients a node computes parts of."""
+        names = {self.sums.names[result] for result in results_of(node) if result in self.sums.names}
+        layouts = (self.placement.used[name] for name in names)
+        return frozenset(axis for layout in layouts for dim in layout.dims for axis in dim.axes)
 
     def _layout_of(self, node: fx.Node) -> Layout | None:
         return self.copies[node][0].layout if node in self.copies else None

@@ -20,6 +20,7 @@ from meshweave.ir.layout import DimSharding, Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import CASTS, VIEWS
 from meshweave.place.assign import Price
+from meshweave.place.rates import Rates
 
 # What may be between backward and a sum.
 _PATHS = VIEWS | CASTS | {torch.ops.meshweave.round_parts.default}
@@ -37,19 +38,22 @@ class Sums:
     of_gradient: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # gradient -> ops that add it
     paths: set[fx.Node] = field(default_factory=set)  # casts and views between backward and sums
     parts: set[fx.Node] = field(default_factory=set)  # what backward computes for a sum, the casts and views of it
+    names: dict[fx.Node, str] = field(default_factory=dict)  # of the parameter of a part
 
     def __post_init__(self) -> None:
         items = self.step.sources
-        for (kind, _), value in self.step.results.items():
+        for (kind, name), value in self.step.results.items():
             if kind == "acc":
                 first, second = tensor_inputs(value)
                 is_first = first in items and items[first].kind == "acc"
                 so_far, gradient = (first, second) if is_first else (second, first)
                 self.operands[value] = so_far, gradient
                 self.of_gradient.setdefault(gradient, []).append(value)
+                self.names[gradient] = name
                 while len(tensor_inputs(gradient)) == 1 and gradient.target in _PATHS:
                     self.paths.add(gradient)
                     (gradient,) = tensor_inputs(gradient)
+                    self.names[gradient] = name
                 self.parts.add(gradient)
         self.parts |= self.paths
 
@@ -81,13 +85,21 @@ class Sums:
             return Layout(produced.mesh, tuple(dims), tuple((a, op) for a, op in sums if a not in shards))
         return Layout(produced.mesh, produced.dims, sums)
 
-    def price(self, price: Price) -> Price:
-        """The price in each microbatch of bringing a gradient to the layout of the parameter: the move to the sum, and
-        the microbatch's share of the move of the sum."""
+    def price(self, price: Price, rates: Rates, used: frozenset[str]) -> Price:
+        """The price in each microbatch of bringing a gradient to the layout of the parameter: the move to the sum, the
+        addition, which reads and writes the sum, and the microbatch's share of the move of the sum.
+
+        `used`: the axes that shard the parameter as it is used; they alone make an addition cheaper. That the sum is
+        not cut over others before the end of the step is what whole sums are for."""
+        width = max((spec_of(so_far).dtype.itemsize for so_far, _ in self.operands.values()), default=0)
 
         def priced(produced: Layout, stored: Layout, spec: Spec) -> float:
             sums = self.layout(produced, stored, spec.shape).normalized(spec.shape)
-            return price(produced, sums, spec) + price(sums, stored, spec) / self.microbatches
+            moved = price(produced, sums, spec) + price(sums, stored, spec) / self.microbatches
+            others = (axis for dim in sums.dims for axis in dim.axes if axis not in used)
+            num_elements = prod(sums.local_shape(spec.shape)) * prod(map(sums.mesh.size, others))
+            num_bytes = num_elements * (spec.dtype.itemsize + 2 * width)
+            return moved + num_bytes / rates(spec.dtype).bytes_per_second
 
         return priced
 

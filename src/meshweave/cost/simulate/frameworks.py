@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from meshweave.cost.hardware import MachineProfile
 from meshweave.cost.simulate.buckets import Buckets
 from meshweave.cost.simulate.kernels import Fusion
-from meshweave.cost.simulate.tasks import NarrowMessages
+from meshweave.cost.simulate.matmuls import MatmulStyle
 from meshweave.errors import MeshweaveError
 
 
@@ -18,8 +20,7 @@ class Framework:
 
     fusion, buckets: as in `whatif.simulate`; a fusion of None is the machine profile's. attention: kernels by
     preference, of which a machine takes the first that its profile has. update: "fused" or "foreach", see
-    `MachineProfile.with_update`. narrow_messages: what of the operands of matmuls in a smaller dtype is gathered in
-    that dtype. blocking_messages: a stage of a pipeline that sends waits until its message is there, and computes
+    `MachineProfile.with_update`. matmuls: what they do beside multiplying; their dtype is the run's. blocking_messages: a stage of a pipeline that sends waits until its message is there, and computes
     nothing meanwhile, where a device has a single stage. accumulate_in: as in `Precision`. passes: text as for
     `compile`, those that stand for its own schedule.
     source: where each of them is found.
@@ -30,7 +31,7 @@ class Framework:
     attention: tuple[str, ...] = ()
     update: str = "fused"
     buckets: Buckets = "none"
-    narrow_messages: NarrowMessages = "all"
+    matmuls: MatmulStyle = MatmulStyle()
     blocking_messages: bool = False
     accumulate_in: Literal["auto", "whole", "shards"] = "auto"
     passes: str = "default"
@@ -64,7 +65,10 @@ class Framework:
             f"{self.update} updates",
             merged.get(str(self.buckets), f"collectives of {size}"),
             f"gradients of microbatches {'as memory allows' if self.accumulate_in == 'auto' else self.accumulate_in}",
-            f"of float8 matmuls {self.narrow_messages} gathered in float8",
+            f"operands of float8 matmuls gathered in {'float8' if self.matmuls.gathers else '16 bits'}",
+            *(["sums added up by matmuls"] if self.matmuls.adds else []),
+            *([f"gradients of microbatches added up in {self.matmuls.sum_dtype}"] if self.matmuls.sum_dtype else []),
+            *(["tensor parallelism in chunks beside matmuls"] if self.matmuls.in_chunks else []),
             f"passes {self.passes}",
             *(["stages wait for what they send"] if self.blocking_messages else []),
         ]
@@ -77,7 +81,7 @@ _MEGATRON = Framework(
     fusion="compiled",
     attention=("cudnn", "flash2"),
     buckets=160_000_000,
-    narrow_messages="parameters",
+    matmuls=MatmulStyle(adds=True),
     blocking_messages=True,
     accumulate_in="whole",
     passes="prefetch=1",
@@ -85,7 +89,9 @@ _MEGATRON = Framework(
     "Megatron-LM core/distributed/distributed_data_parallel.py: buckets of max(40 million, 1 million per rank) "
     "parameters, in float32 main_grad, reduced once a step; distributed optimizer with overlap_param_gather; "
     "core/pipeline_parallel/p2p_communication.py: waits for every send and receive (but in interleaved schedules with "
-    "overlap_p2p_comm); Megatron-Bridge training/mixed_precision.py: fp8_param_gather, activations in 16 bits",
+    "overlap_p2p_comm); gradient_accumulation_fusion, linear_qkv and linear_fc1 as a matmul each (core/transformer/"
+    "transformer_config.py, attention.py, mlp.py); Transformer Engine pytorch/module/layernorm_linear.py, base.py: "
+    "operands and gradients are cast before they are gathered; fp8_param_gather",
 )
 FRAMEWORKS = {
     each.name: each
@@ -103,14 +109,20 @@ FRAMEWORKS = {
             "optimizer.py: fused; components/quantization/float8: float8 all-gathers. --fusion blocks: compile",
         ),
         _MEGATRON,
-        replace(_MEGATRON, name="nemo", source=f"trains with Megatron core: {_MEGATRON.source}"),
+        replace(
+            _MEGATRON,
+            name="nemo",
+            matmuls=MatmulStyle(adds=True, sum_dtype=torch.bfloat16, in_chunks=True),
+            source="recipes with performance_mode, and MLPerf's llama31_405b/pretrain.py: grad_reduce_in_fp32=False, "
+            f"tp_comm_overlap (Transformer Engine's userbuffers); else as Megatron core: {_MEGATRON.source}",
+        ),
         Framework(
             name="fsdp1",
             fusion="eager",
             attention=("flash2", "cudnn"),
             update="foreach",
             buckets="blocks",
-            narrow_messages="none",
+            matmuls=MatmulStyle(gathers=False),
             accumulate_in="shards",
             passes="prefetch=1",
             source="torch.distributed.fsdp.FullyShardedDataParallel: a flat parameter per wrapped block, BACKWARD_PRE "
@@ -121,7 +133,7 @@ FRAMEWORKS = {
             fusion="eager",
             attention=("flash2", "cudnn"),
             buckets=100_000_000,
-            narrow_messages="none",
+            matmuls=MatmulStyle(gathers=False),
             blocking_messages=True,
             accumulate_in="shards",
             passes="prefetch=1",
@@ -133,7 +145,7 @@ FRAMEWORKS = {
             fusion="eager",
             attention=("flash2", "cudnn"),
             buckets=25 * 2**20,
-            narrow_messages="none",
+            matmuls=MatmulStyle(gathers=False),
             blocking_messages=True,
             accumulate_in="whole",
             passes="none",

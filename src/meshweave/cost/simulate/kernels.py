@@ -76,6 +76,7 @@ class _Fusion:
     order: dict[fx.Node, int]
     fusion: Fusion
     update: str = "fused"
+    adds: bool = False  # whether matmuls add to a sum
     group_of: dict[fx.Node, _KernelGroup] = field(default_factory=dict)
     bases: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)  # what views are views of
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # ignoring views
@@ -180,6 +181,8 @@ class _Fusion:
             if merged is not None:
                 merged.is_open = False
             return merged
+        if self.adds and (product := self._sum_group(node)) is not None and (merged := self._merge([product], node)):
+            return merged
         producers = [self.group_of[n] for n in self.sources[node] if n in self.group_of]
         joinable = list(
             {id(group): group for group in producers if group.is_open and self._belong(group, node)}.values()
@@ -203,6 +206,23 @@ class _Fusion:
         is_vector = len(added) == 1 and added[0].num_elements == prod(added[0].shape[-1:])
         is_alone = all(reader is node for reader in self.readers.get(bases[0], ()))
         return group if is_product and is_vector and is_alone else None
+
+    def _sum_group(self, node: fx.Node) -> _KernelGroup | None:
+        """The matmul that adds what `node` adds to its product, or that casts it for the addition: the last of those
+        whose products it reads, if no other op reads that product."""
+        name = base_name(node.target)
+        if name not in ("add", "round_parts"):
+            return None
+        groups = [group for n in self.sources[node] if (group := self._product_group(n)) is not None]
+        alone = [group for group in groups if self.readers.get(group.nodes[-1]) == [node]]
+        return max(alone, key=lambda group: group.position, default=None)
+
+    def _product_group(self, value: fx.Node) -> _KernelGroup | None:
+        """The matmul with no other op, or a cast behind it, whose product a value is."""
+        group = self.group_of.get(value)
+        is_product = group is not None and self.kinds.get(group.nodes[0]) == "matmul" and group.nodes[-1] is value
+        is_plain = is_product and all(base_name(n.target) != "add" for n in group.nodes[1:])  # type: ignore[union-attr]
+        return group if is_plain else None
 
     def _belong(self, group: _KernelGroup, node: fx.Node) -> bool:
         """Whether the fusion mode lets both be in a kernel, whatever is between them."""
@@ -272,10 +292,16 @@ def is_compiled(origin: Origin, fusion: Fusion) -> bool:
 
 
 def kernels_of(
-    role: RankGraph, local: Local, fusion: Fusion, with_views: bool = False, update: str = "fused"
+    role: RankGraph,
+    local: Local,
+    fusion: Fusion,
+    with_views: bool = False,
+    update: str = "fused",
+    adds: bool = False,
 ) -> tuple[list[Kernel], Local]:
     """The kernels of a role in execution order, and its values, of which equal values are merged.
-    `with_views`: a view is a kernel that moves nothing, as for a processor that runs the ops itself."""
+    `with_views`: a view is a kernel that moves nothing, as for a processor that runs the ops itself. `adds`: see
+    `matmuls.MatmulStyle`."""
     if fusion not in get_args(Fusion):
         raise MeshweaveError("unknown fusion mode", got=repr(fusion), expected=", ".join(get_args(Fusion)))
     graph = role.graph
@@ -284,7 +310,7 @@ def kernels_of(
     compiled = [n for n in nodes if is_compiled(origin_of(n), fusion)]
     same = _equal_ops(compiled)
     local = _with_equal_merged(local, same)
-    grouping = _Fusion(local, order, fusion, update, same=same)
+    grouping = _Fusion(local, order, fusion, update, adds, same=same)
     groups = grouping.run(nodes)
     if with_views:
         grouping.sources.update((node, [*bases]) for node, bases in grouping.bases.items())
@@ -338,14 +364,24 @@ def _kernel(group: _KernelGroup, grouping: _Fusion, returned: set[fx.Node], loca
     else:
         operands = [x for n in group.nodes for x in _read_values(n, inside, grouping, local)]
         kinds = [grouping.kinds[n] for n in group.nodes]
-        if kinds[0] == "matmul":  # with a bias
+        if kinds[0] == "matmul":  # with a bias, or a sum to which it adds
             product = group.nodes[0]
             works = work_of(product, operand_values(product, local.values), local.values[product])
+            if grouping.adds:
+                works = tuple(_with_sum(work, group, operands, local) for work in works)
             return Kernel(tuple(group.nodes), group.position, works, reads, tuple(writes))
         kind = next((k for k in ("reduction", "gather", "random") if k in kinds), "pointwise")
         works = (memory_work(kind, operands, [x for n in writes for x in local.values[n]]),)
     writes = writes or group.nodes[-1:]
     return Kernel(tuple(group.nodes), group.position, works, reads, tuple(writes))
+
+
+def _with_sum(work: Work, group: _KernelGroup, operands: Sequence[Value], local: Local) -> Work:
+    """The work of a matmul that adds: it reads the sum too, and writes that in place of its product."""
+    product, total = (local.values[node] for node in (group.nodes[0], group.nodes[-1]))
+    own = {x.storage for x in operand_values(group.nodes[0], local.values)}
+    more = sum(x.bytes for x in operands if x.storage not in own) + sum(x.bytes for x in total)
+    return replace(work, bytes=work.bytes + more - sum(x.bytes for x in product))
 
 
 def _read_nodes(node: fx.Node, inside: set[fx.Node], grouping: _Fusion) -> Iterable[fx.Node]:

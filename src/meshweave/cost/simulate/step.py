@@ -13,10 +13,11 @@ from meshweave.cost.simulate.classify import known_kind, priced_by_bytes
 from meshweave.cost.simulate.clock import Slowdown, Times, Work, play
 from meshweave.cost.simulate.exposure import Exposure, exposure_of
 from meshweave.cost.simulate.kernels import Fusion, Kernel
+from meshweave.cost.simulate.matmuls import MatmulStyle
 from meshweave.cost.simulate.memory import MemoryUse, least_bytes, memory_of
 from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.cost.simulate.storage_intervals import LifetimeRules
-from meshweave.cost.simulate.tasks import NarrowDtype, NarrowMessages, RoleTasks, Tasks, lower_tasks
+from meshweave.cost.simulate.tasks import RoleTasks, Tasks, lower_tasks
 from meshweave.cost.simulate.verdict import judged
 from meshweave.engine.actions import Schedule
 from meshweave.ir.graph import op_name, origin_of
@@ -32,12 +33,9 @@ class SimulateOptions:
 
     fusion: what runs as a single kernel (see `simulate.kernels`); None: as the profile's machine. microbatches: how
     often forward and backward run. pipeline: the schedule of the stages (by pipeline rank), if they work on several
-    microbatches at a time. matmul_dtype: the dtype of the
-    matmuls of repeated blocks, as in float8 training: both operands are cast (after a reduction to their largest
-    value), other matmuls keep theirs.
+    microbatches at a time. matmuls: what they do beside multiplying.
     tokens: of the whole batch, for tokens/s. title: for reports.
     buckets: which collectives are merged, as in systems that flatten parameters (see `simulate.buckets`).
-    narrow_messages: what of the operands of such matmuls is gathered in their dtype.
     blocking_messages: a stage that sends waits until its message is there (see `Framework`).
     keeps_every_second_matmul: the step recomputes with policy "selective", for which eager mode stores results whether
     or not they are read (see `simulate.storage_intervals`).
@@ -46,11 +44,10 @@ class SimulateOptions:
     fusion: Fusion | None = None
     microbatches: int = 1
     pipeline: Schedule | None = None
-    matmul_dtype: torch.dtype | None = None
+    matmuls: MatmulStyle = MatmulStyle()
     tokens: int = 0
     title: str = ""
     buckets: Buckets = "none"
-    narrow_messages: NarrowMessages = "all"
     blocking_messages: bool = False
     keeps_every_second_matmul: bool = False
 
@@ -64,9 +61,8 @@ def simulate_roles(
     options = options or SimulateOptions()
     profile.check_mesh(roles[0].mesh)
     fusion = options.fusion or default_fusion(profile)
-    dtype = None if options.matmul_dtype is None else NarrowDtype(options.matmul_dtype, options.narrow_messages)
     count, blocking = options.microbatches, options.blocking_messages
-    tasks = lower_tasks(roles, profile, fusion, count, options.pipeline, dtype, options.buckets, blocking)
+    tasks = lower_tasks(roles, profile, fusion, count, options.pipeline, options.matmuls, options.buckets, blocking)
     times = times_of(tasks, profile.compute_slowdown)
     exposure = exposure_of(tasks, times)
     holding = LifetimeRules(fusion, options.keeps_every_second_matmul)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -18,8 +18,8 @@ from torch import fx
 from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.simulate.buckets import Buckets, Member, check_buckets, group_members
-from meshweave.cost.simulate.classify import known_kind
-from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, is_in_block, kernels_of
+from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, kernels_of
+from meshweave.cost.simulate.matmuls import MatmulStyle, Narrow, with_sums_in
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.for_roles import scheduled
 from meshweave.engine.match import Channel, Start, match_roles, match_transfer, plain_args
@@ -34,11 +34,11 @@ from meshweave.engine.pairs import (
 )
 from meshweave.engine.sections import PASSES, Kind, Sections
 from meshweave.engine.task_graph import TaskGraph
-from meshweave.ir.collectives import ALL_GATHER, STARTS, TABLE, TRANSFER, WAIT, transfer
+from meshweave.ir.collectives import ALL_GATHER, REDUCE_SCATTER, STARTS, TABLE, TRANSFER, WAIT, transfer
 from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph, Transfer
 from meshweave.ir.values import Local, local_values
-from meshweave.ir.work import Matmul, MemoryWork, Work
+from meshweave.ir.work import Matmul, MemoryWork
 
 Starts = dict[int, int]  # role -> its start, as a task
 ANY_STAGE = -1  # of what the stages of a role do together
@@ -65,7 +65,7 @@ class SimulatedTask:
     received: float = 0.0  # bytes that a device receives
     issued: float = 0.0  # earliest launch by the processor, in seconds from the step's begin
     flops: float = 0.0
-    action: Action | None = None  # in which its role runs it; None for a copy
+    action: Action | None = None  # in which its role runs it; None for a whole copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,12 @@ class _TaskLowering:
     profile: MachineProfile
     roles: list[RoleTasks]
     schedule: Schedule
-    narrow: Sequence[Narrow] = ()
+    style: MatmulStyle = MatmulStyle()
     buckets: Buckets = "none"
     fusion: Fusion = "ops"
     blocking_messages: bool = False
+    narrow: list[Narrow] = field(init=False)  # of each role, if matmuls have a dtype of their own
+    ranges: list[tuple[int, int]] = field(default_factory=list)  # of each role, its first task and its last
     priced: dict[str, SimulatedTask] = field(default_factory=dict)  # of transfers, by key
     tasks: list[SimulatedTask] = field(default_factory=list)
     needs: list[list[int]] = field(default_factory=list)
@@ -121,8 +123,13 @@ class _TaskLowering:
     paired: dict[PairKey, PairTurns] = field(default_factory=dict)
     flat: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        is_narrow = self.style.dtype is not None
+        self.narrow = [Narrow(self.style, r.role, r.local, self.fusion) for r in self.roles] if is_narrow else []
+
     def run(self) -> Tasks:
         streams = [self.stream(i) for i in range(len(self.graphs))]
+        self.ranges = [(min(stream, default=0), max(stream, default=0)) for stream in streams]
         if self.is_blocking():
             self.following = {task: after for stream in streams for task, after in pairwise(stream)}
         roles = tuple(replace(role, tasks=tuple(stream)) for role, stream in zip(self.roles, streams, strict=True))
@@ -137,7 +144,7 @@ class _TaskLowering:
         for line, waiting in lines.items():
             names.append(self.line_name(line))
             waiting.sort(key=lambda entry: entry[0])
-            streams.append([self.copy(bucket) for bucket in self.bucketed(waiting)])
+            streams.append([task for bucket in self.bucketed(waiting) for task in self.copies(bucket)])
         graph = TaskGraph(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
@@ -269,6 +276,54 @@ class _TaskLowering:
         is_own = all(channel[0] == "group" and len(starts) == 1 for _, channel, starts in waiting)
         for bucket in group_members(members, self.buckets if is_own else "none"):
             yield [waiting[i][1:] for i in bucket]
+
+    def copies(self, bucket: Sequence[tuple[Channel, Starts]]) -> Iterator[int]:
+        """The task of a transfer, or of the merged collectives of a bucket; its chunks, where they run beside a matmul:
+        but for the first, which it waits for, or the last, which waits for it."""
+        task = self.copy(bucket)
+        matmul = self.matmul_beside(bucket) if self.style.in_chunks else None
+        if matmul is None:
+            yield task
+            return
+        ((role, start),) = bucket[0][1].items()
+        copy = replace(self.tasks[task], action=self.tasks[start].action)
+        mesh, axes = self.graphs[role].group_axes(str(copy.node.args[-1]))
+        share = 1 / mesh.flat_size(axes)
+        is_gather = copy.op == "all_gather"
+        first, second = (share, 1 - share) if is_gather else (1 - share, share)
+        self.tasks[task] = replace(copy, seconds=first * copy.seconds, received=first * copy.received)
+        rest = self.add(replace(copy, seconds=second * copy.seconds, received=second * copy.received))
+        yield from (task, rest)
+        if is_gather:
+            self.needs[matmul + 1].append(rest)
+            return
+        self.needs[task] = [matmul - 1]
+        self.needs[rest].append(start)
+        wait = self.waits[start]
+        self.needs[wait] = [rest if need == task else need for need in self.needs[wait]]
+
+    def matmul_beside(self, bucket: Sequence[tuple[Channel, Starts]]) -> int | None:
+        """The matmul that reads what a collective gathers next, or that computes what it reduces just before."""
+        (channel, starts), *others = bucket
+        if channel[0] != "group" or others or len(starts) > 1:
+            return None
+        ((role, start),) = starts.items()
+        wait, its = self.waits.get(start), self.roles[role]
+        begin, end = self.ranges[role]
+        if wait is None or not begin < start <= wait < end - 2:
+            return None
+        node = self.tasks[start].node
+        if node.target is ALL_GATHER.op:
+            number, storages = wait + 1, its.storages_written(self.tasks[wait])
+            is_fed = not its.storages_read(self.tasks[number]).isdisjoint(storages)
+        elif node.target is REDUCE_SCATTER.op:
+            number = start - 1
+            is_fed = not its.storages_written(self.tasks[number]).isdisjoint(its.storages_read(self.tasks[start]))
+        else:
+            return None
+        kernel = self.tasks[number].kernel
+        is_matmul = kernel is not None and any(isinstance(work, Matmul) for work in kernel.works)
+        return number if is_fed and is_matmul and number > begin else None
 
     def copy(self, bucket: Sequence[tuple[Channel, Starts]]) -> int:
         """The task of a transfer, or of the merged collectives of a bucket."""
@@ -436,9 +491,12 @@ def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, in
         yield kind, role.stages[node] if is_of_stage else ANY_STAGE, item
 
 
-def role_tasks(its: Sections, profile: MachineProfile, fusion: Fusion) -> RoleTasks:
+def role_tasks(
+    its: Sections, profile: MachineProfile, fusion: Fusion, style: MatmulStyle = MatmulStyle()
+) -> RoleTasks:
     """What the stream of a role runs on a machine."""
-    kernels, local = kernels_of(its.role, local_values(its.role), fusion, profile.fusion == "none", profile.update)
+    values = with_sums_in(local_values(its.role), its.role, style.sum_dtype)
+    kernels, local = kernels_of(its.role, values, fusion, profile.fusion == "none", profile.update, style.adds)
     return RoleTasks(its.role, local, tuple(kernels), tuple(_items(its, kernels)))
 
 
@@ -448,7 +506,7 @@ def lower_tasks(
     fusion: Fusion,
     microbatches: int = 1,
     pipeline: Schedule | None = None,
-    matmul_dtype: NarrowDtype | None = None,
+    style: MatmulStyle = MatmulStyle(),
     buckets: Buckets = "none",
     blocking_messages: bool = False,
 ) -> Tasks:
@@ -457,9 +515,8 @@ def lower_tasks(
     before the sender goes on."""
     check_buckets(buckets)
     sections, actions = scheduled(graphs, pipeline, microbatches)
-    roles = [role_tasks(its, profile, fusion) for its in sections]
-    narrow = [Narrow(matmul_dtype, r.role, r.local, fusion) for r in roles] if matmul_dtype is not None else []
-    return _TaskLowering(graphs, profile, roles, actions, narrow, buckets, fusion, blocking_messages).run()
+    roles = [role_tasks(its, profile, fusion, style) for its in sections]
+    return _TaskLowering(graphs, profile, roles, actions, style, buckets, fusion, blocking_messages).run()
 
 
 def pair_turns(
@@ -494,120 +551,3 @@ def launch_times(nodes: Sequence[fx.Node], fusion: Fusion, eager_s: float) -> It
         ):
             now += eager_s
         yield now
-
-
-# Training with matmuls in a smaller dtype, such as float8: which values are cast, which move in the smaller dtype, and
-# the costs. The 2-D matmuls of repeated blocks use the dtype, and those of rows by expert. Each operand is cast once
-# per phase: its largest value is computed (by the kernel that produces it, if kernels are fused), then it is scaled and
-# rounded. Values that are gathered only for such matmuls are cast before they move, as in float8 FSDP and float8
-# sequence parallelism.
-
-
-NarrowMessages = Literal["all", "parameters", "none"]
-
-
-class NarrowDtype(NamedTuple):
-    """A smaller dtype of matmuls; `messages`: which of their operands are gathered in it, too."""
-
-    dtype: torch.dtype
-    messages: NarrowMessages = "all"
-
-
-@dataclass(slots=True)
-class Narrow:
-    """A role's matmuls in a smaller dtype. `sources` are the storages of gathers in that dtype, with a device's operand
-    elements; `done` the (storage, phase, microbatch) that have been cast."""
-
-    asked: NarrowDtype
-    role: RankGraph
-    local: Local
-    fusion: Fusion
-    sources: dict[int, int] = field(default_factory=dict)
-    done: set[tuple[int, str, int]] = field(default_factory=set)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.asked.dtype
-
-    def __post_init__(self) -> None:
-        for node in self.role.graph.nodes:
-            if node.target is ALL_GATHER.op and is_in_block(origin_of(node)) and self._is_asked(node):
-                operand = node.args[0]
-                assert isinstance(operand, fx.Node)
-                handed = sum(x.num_elements for x in self.local.values[operand])
-                self.sources.update(dict.fromkeys(self._fed_to_matmuls(node), handed))
-
-    def _is_asked(self, gather: fx.Node) -> bool:
-        if self.asked.messages != "parameters":
-            return self.asked.messages == "all"
-        while gather.all_input_nodes:
-            gather = gather.all_input_nodes[0]
-        item = self.role.sources.get(gather)
-        return item is not None and item.kind == "param"
-
-    def moved_bytes(self, start: fx.Node, num_bytes: float) -> float:
-        """Bytes of the operand of a collective in the dtype in which it moves."""
-        results = self.local.values[start]
-        if start.target is not ALL_GATHER.op or not results or results[0].storage not in self.sources:
-            return num_bytes
-        return num_bytes * self.dtype.itemsize / results[0].dtype.itemsize
-
-    def works(self, kernel: Kernel, microbatch: int) -> Iterator[Work]:
-        """The work of a kernel, with casts before matmuls in the smaller dtype."""
-        product = kernel.nodes[0]  # a bias may be added to it
-        for work in kernel.works:
-            if not self._is_narrow(product, work):
-                yield work
-                continue
-            assert isinstance(work, Matmul)
-            factors = self._factors(product)
-            for node in factors:
-                yield from self._cast(node, origin_of(product).phase, microbatch)
-            elements = sum(x.num_elements for node in factors for x in self.local.values[node])
-            saved = elements * (work.dtype.itemsize - self.dtype.itemsize)
-            yield replace(work, dtype=self.dtype, bytes=max(work.bytes - saved, 0))
-
-    def _factors(self, product: fx.Node) -> tuple[fx.Node, ...]:
-        """The operands of a matmul in its dtype: of rows by expert the first two, the ends of rows follow."""
-        nodes = (n for n in product.all_input_nodes if self.local.values.get(n))
-        floating = [n for n in nodes if self.local.values[n][0].dtype.is_floating_point]
-        return tuple(floating[-2:])
-
-    def _is_narrow(self, node: fx.Node, work: Work) -> bool:
-        wide = isinstance(work, Matmul) and work.batch == 1 and work.dtype.itemsize > self.dtype.itemsize
-        return wide and is_in_block(origin_of(node))
-
-    def _cast(self, node: fx.Node, phase: str, microbatch: int) -> Iterator[MemoryWork]:
-        for x in self.local.values[node]:
-            key = (x.storage, phase, microbatch)
-            if key in self.done:
-                continue
-            self.done.add(key)
-            elements = self.sources.get(x.storage, x.num_elements)
-            if self.fusion in ("ops", "eager"):
-                yield MemoryWork("reduction", elements * x.dtype.itemsize, elements, x.dtype)
-            yield MemoryWork("pointwise", elements * (x.dtype.itemsize + self.dtype.itemsize), elements, x.dtype)
-
-    def _fed_to_matmuls(self, start: fx.Node) -> set[int]:
-        """The storages of a gather's result and of copies of it, if only matmuls read them; else none."""
-        waiting, seen, is_read = list(start.users), set[fx.Node](), False
-        storages = {x.storage for x in self.local.values[start]}
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.op != "call_function":
-                return set()
-            is_view = node.target in (WAIT, ALL_GATHER.op) or any(
-                x.storage in storages for x in self.local.values[node]
-            )
-            kind = "strided" if is_view else known_kind(node)
-            if kind == "strided":  # a view or copy of the same elements, or a gather of a gathered value
-                storages |= {x.storage for x in self.local.values[node]}
-                waiting += node.users
-            elif kind == "matmul":
-                is_read = True
-            else:
-                return set()
-        return storages if is_read else set()

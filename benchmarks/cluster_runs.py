@@ -1,0 +1,157 @@
+"""Published steps on clusters whose models are split over pipelines, predicted: seconds of a step and memory.
+
+    python benchmarks/cluster_runs.py                # all rows; writes results/cluster_runs.md
+    python benchmarks/cluster_runs.py H100 405B      # rows whose descriptions hold these words; nothing is written
+
+`cluster_runs.jsonl` has the rows with their sources: MLPerf Training v5.0 and the performance pages of Megatron-Bridge.
+Each is asked of `mw.Study` as Megatron runs it: ZeRO-1 over replicas and context, sequence parallelism beside tensor
+parallelism, ring attention over context, interleaved stages. Nothing of meshweave is fitted to a row.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import meshweave as mw
+from meshweave.cost.simulate.result import Simulation
+
+HERE = Path(__file__).parent
+ROWS = HERE / "cluster_runs.jsonl"
+TABLE = HERE / "results" / "cluster_runs.md"
+PROFILES = {"GB200": "gb200", "GB300": "gb300", "B200": "b200", "B300": "b300", "H100": "h100", "H200": "h200"}
+DTYPES = {"FP8": torch.float8_e4m3fn, "BF16": None}  # of matmuls
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row of cluster_runs.jsonl, by its fields."""
+
+    row: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.row.get(name)
+
+    @property
+    def profile(self) -> str:
+        words = self.gpu.replace("(", " ").replace(")", " ").replace("-", " ").split()
+        return next(PROFILES[word] for word in words if word in PROFILES)
+
+    @property
+    def replicas(self) -> int:
+        return self.gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def microbatches(self) -> int:
+        return self.global_batch // (self.replicas * self.microbatch)
+
+    @property
+    def is_expressible(self) -> bool:
+        return self.precision in DTYPES and self.experts is None and self.ffn is not None
+
+    @property
+    def name(self) -> str:
+        split = [f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp") if getattr(self, name) > 1]
+        split += [f"{self.interleave} stages a rank"] if self.interleave else []
+        return f"{self.suite}: {self.model}, {self.gpus} {self.profile.upper()}, {', '.join(split) or 'FSDP'}"
+
+
+def runs() -> list[Run]:
+    return [Run(json.loads(line)) for line in ROWS.read_text().splitlines()]
+
+
+def model_of(run: Run) -> nn.Module:
+    with torch.device("meta"):
+        config = AutoConfig.for_model(
+            "llama",
+            num_hidden_layers=run.layers,
+            hidden_size=run.hidden,
+            intermediate_size=run.ffn,
+            num_attention_heads=run.heads,
+            num_key_value_heads=run.kv_heads,
+            vocab_size=run.vocab,
+            max_position_embeddings=run.seq,
+            use_cache=False,
+        )
+        return AutoModelForCausalLM.from_config(config)
+
+
+def stage_layout(run: Run) -> str:
+    """Embedding and head count as a layer each where the layers alone do not divide."""
+    stages = run.pp * (run.interleave or 1)
+    if run.layers % stages == 0:
+        each = run.layers // stages
+        middle = [f"t*{each}"] * stages
+        return "|".join(["E" + middle[0], *middle[1:-1], middle[-1] + "L"])
+    each = (run.layers + 2) // stages
+    assert each * stages == run.layers + 2
+    ends = f"t*{each - 1}"
+    return "|".join([f"E{ends}", *[f"t*{each}"] * (stages - 2), f"{ends}L"])
+
+
+def question(run: Run) -> dict[str, Any]:
+    """The arguments of `Study.simulate` beside the batch."""
+    ids = torch.empty(run.global_batch, run.seq, dtype=torch.long, device="meta")
+    asked: dict[str, Any] = {
+        "example": {"input_ids": ids, "labels": ids},
+        "profile": run.profile,
+        "clip_grad_norm": 1.0,
+        "accumulate": run.microbatches,
+        "framework": "nemo",
+        "precision": mw.Precision(param_dtype=torch.bfloat16),
+        "matmul_dtype": DTYPES[run.precision],
+    }
+    if run.pp == run.tp == run.cp == 1:
+        return {**asked, "mesh": f"fsdp={run.gpus}", "plan": "fsdp:fsdp", "buckets": "blocks"}
+    sizes = {"pp": run.pp, "dp": run.replicas, "cp": run.cp, "tp": run.tp}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    plan = ["zero1:dp"] if run.replicas > 1 else []  # and over cp
+    plan += ["cp:cp:ring"] if run.cp > 1 else []
+    plan += ["hf_tp:tp", "sequence:tp"] if run.tp > 1 else []
+    if run.pp > 1:
+        plan.append(f"stages:pp:layout={stage_layout(run)}")
+        asked |= {"pipeline": "interleaved" if run.interleave else "1f1b", "every_microbatch": False}
+    return {**asked, "mesh": ",".join(f"{name}={size}" for name, size in sizes.items()), "plan": "+".join(plan)}
+
+
+def predicted(run: Run, studies: dict[str, mw.Study]) -> Simulation:
+    if run.model not in studies:
+        model = model_of(run)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        studies[run.model] = mw.Study(model, loss=lambda out, batch: out.loss, optimizer=optimizer)
+    return studies[run.model].simulate(**question(run))
+
+
+def show(run: Run, studies: dict[str, mw.Study]) -> Simulation:
+    began = time.perf_counter()
+    simulation = predicted(run, studies)
+    error = run.step_s / simulation.seconds - 1
+    memory = f", peak {simulation.reserved_bytes / 1e9:.1f} of {run.memory_GB} GB" if run.memory_GB else ""
+    print(
+        f"{run.name}: {simulation.seconds:.2f} of {run.step_s:.2f} s ({error:+.1%}), exposed "
+        f"{simulation.exposed_seconds:.2f} s{memory}, took {time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
+    return simulation
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    chosen = [run for run in runs() if run.is_expressible and all(word in f"{run.name} {run.precision}" for word in words)]
+    studies: dict[str, mw.Study] = {}
+    results = [(run, show(run, studies)) for run in chosen]
+    errors = [run.step_s / simulation.seconds - 1 for run, simulation in results]
+    print(f"{len(errors)} rows: median {median(map(abs, errors)):.1%}, bias {mean(errors):+.1%}")
+
+
+if __name__ == "__main__":
+    main()
