@@ -131,11 +131,16 @@ def predicted(run: Run, studies: dict[str, mw.Study]) -> Simulation:
     return studies[run.model].simulate(**question(run))
 
 
+def first_rank_gb(simulation: Simulation) -> float:
+    """What the first rank holds at most: MLPerf's logs have what nvidia-smi says of it, with expandable segments."""
+    return simulation.roles[0].peak_bytes / 1e9
+
+
 def show(run: Run, studies: dict[str, mw.Study]) -> Simulation:
     began = time.perf_counter()
     simulation = predicted(run, studies)
     error = run.step_s / simulation.seconds - 1
-    memory = f", peak {simulation.reserved_bytes / 1e9:.1f} of {run.memory_GB} GB" if run.memory_GB else ""
+    memory = f", {first_rank_gb(simulation):.1f} of {run.memory_GB} GB" if run.memory_GB else ""
     print(
         f"{run.name}: {simulation.seconds:.2f} of {run.step_s:.2f} s ({error:+.1%}), exposed "
         f"{simulation.exposed_seconds:.2f} s{memory}, took {time.perf_counter() - began:.0f} s",
@@ -146,7 +151,9 @@ def show(run: Run, studies: dict[str, mw.Study]) -> Simulation:
 
 def main() -> None:
     words = sys.argv[1:]
-    chosen = [run for run in runs() if run.is_expressible and all(word in f"{run.name} {run.precision}" for word in words)]
+    chosen = [
+        run for run in runs() if run.is_expressible and all(word in f"{run.name} {run.precision}" for word in words)
+    ]
     studies: dict[str, mw.Study] = {}
     results = [(run, show(run, studies)) for run in chosen]
     errors = [run.step_s / simulation.seconds - 1 for run, simulation in results]

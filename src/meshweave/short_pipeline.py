@@ -10,7 +10,14 @@ from torch import nn
 from meshweave.capture.depth import EqualLayers
 from meshweave.capture.step import CaptureOptions
 from meshweave.cost.hardware import MachineProfile
-from meshweave.cost.simulate.composed import SHORT_MICROBATCHES, SHORT_SIZES, compose, layer_flops, short_schedule
+from meshweave.cost.simulate.composed import (
+    SHORT_MICROBATCHES,
+    SHORT_SIZES,
+    PipelineHabits,
+    compose,
+    layer_flops,
+    short_schedule,
+)
 from meshweave.cost.simulate.frameworks import Framework
 from meshweave.cost.simulate.result import Simulation
 from meshweave.engine.actions import Schedule
@@ -122,7 +129,7 @@ class ShortForm:
             lambda times: self.schedule(size, microbatches, per_rank, times),
             message_seconds,
             devices,
-            framework.blocking_messages and per_rank == 1,
+            PipelineHabits(framework.blocking_messages and per_rank == 1, framework.gathers_ahead),
         )
         more = count - SHORT_DEPTH
         flops = (short.flops / SHORT_MICROBATCHES + more * layer_flops(short)) * microbatches

@@ -28,8 +28,8 @@ _PASSES = ("forward", "backward", "input", "weight")
 @dataclass(frozen=True, slots=True)
 class StageFigures:
     """What a stage takes, in seconds: of a microbatch in `forward`, `backward` (its input part where it is split) and
-    `weight`; `first` and `last`: how much longer the first forward and the last backward take, beside gathers and
-    reductions; `total` and `update` at the end of a step. `exposed` of a microbatch, `exposed_once` of a step are what
+    `weight`; `first` and `last`: how much longer the first forward and the last backward take with what is exposed of
+    gathers and reductions, which take `gather` and `reduction` of the links; `total` and `update` at the end of a step. `exposed` of a microbatch, `exposed_once` of a step are what
     of these is communication, `communication` is all of a microbatch.
 
     And what it holds, in bytes: `activation` of a microbatch from forward to backward, `persistent` all the time,
@@ -40,6 +40,8 @@ class StageFigures:
     weight: float = 0.0
     first: float = 0.0
     last: float = 0.0
+    gather: float = 0.0
+    reduction: float = 0.0
     total: float = 0.0
     update: float = 0.0
     exposed: float = 0.0
@@ -56,6 +58,14 @@ class StageFigures:
 
     def at_least_nothing(self) -> StageFigures:
         return StageFigures(**{each.name: max(0.0, getattr(self, each.name)) for each in fields(self)})
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineHabits:
+    """What a framework does in a pipeline: see `Framework.blocking_messages` and `gathers_ahead`."""
+
+    blocking_messages: bool = False
+    gathers_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +168,8 @@ class _StageReader:
             weight=weight,
             first=first,
             last=last,
+            gather=_busy(self.of("forward", 0), "prepare"),
+            reduction=_busy([s for a in _PASSES[1:] for s in self.of(a, SHORT_MICROBATCHES - 1)], "reduce"),
             total=_seconds(self.of("total")),
             update=_seconds(self.of("update")),
             exposed=_exposed(steady),
@@ -206,6 +218,11 @@ def _seconds(spans: Sequence[Span]) -> float:
     return sum(span.seconds for span in spans if span.kind == "compute") + _exposed(spans)
 
 
+def _busy(spans: Sequence[Span], phase: str) -> float:
+    """Of collectives in a phase."""
+    return sum(span.seconds for span in spans if span.kind == "collective" and span.phase == phase)
+
+
 def _exposed(spans: Sequence[Span]) -> float:
     return sum(span.exposed_seconds for span in spans if span.kind == "collective")
 
@@ -216,7 +233,7 @@ def compose(
     make_schedule: Callable[[StageTimes], Schedule],
     message_seconds: Callable[[int, float], float],
     devices: Sequence[Sequence[int]],
-    blocking_messages: bool,
+    habits: PipelineHabits,
 ) -> Simulation:
     """The step of a pipeline with so many layers in each stage, from the short one.
 
@@ -228,9 +245,13 @@ def compose(
     comm = [message_seconds(hop, parts.message_bytes) for hop in range(len(sizes) - 1)]
     forward, backward, weight = (tuple(getattr(s, n) for s in stages) for n in ("forward", "backward", "weight"))
     schedule = make_schedule(StageTimes(forward, backward, weight, tuple(comm)))
-    times = _times(schedule, stages, comm, blocking_messages)
+    times = _times(schedule, stages, comm, habits)
     ranks = _ranks_of(schedule)
-    ends = [max((action.end_s for action in own), default=0.0) for own in times.of_rank]
+    ends = [
+        max((action.end_s for action in own), default=links)
+        for own, links in zip(times.of_rank, times.links_s, strict=True)
+    ]
+    ends = list(map(max, ends, times.links_s))
     own_stages = [[stages[number] for number in numbers] for numbers in ranks]
     totals = [end + sum(s.total for s in own) for end, own in zip(ends, own_stages, strict=True)]
     seconds = max(totals) + max(sum(s.update for s in own) for own in own_stages)
@@ -261,11 +282,10 @@ def compose(
 
 
 def _times(
-    schedule: Schedule, stages: Sequence[StageFigures], comm: Sequence[float], blocking_messages: bool
+    schedule: Schedule, stages: Sequence[StageFigures], comm: Sequence[float], habits: PipelineHabits
 ) -> PipelineTimes:
-    more = dict[tuple[Kind, int, int], float]()
-    last = schedule.num_microbatches - 1
-    for number, stage in enumerate(stages):
+    more, last = dict[tuple[Kind, int, int], float](), schedule.num_microbatches - 1
+    for number, stage in enumerate(() if habits.gathers_ahead else stages):
         more["forward", number, 0] = stage.first
         more["backward", number, last] = more["weight", number, last] = stage.last
     return pipeline_times(
@@ -274,8 +294,10 @@ def _times(
         B=[stage.backward for stage in stages],
         W=[stage.weight for stage in stages],
         comm=comm,
-        blocking_messages=blocking_messages,
+        blocking_messages=habits.blocking_messages,
         more=more,
+        gathers=[stage.gather for stage in stages] if habits.gathers_ahead else 0.0,
+        reductions=[stage.reduction for stage in stages] if habits.gathers_ahead else 0.0,
     )
 
 

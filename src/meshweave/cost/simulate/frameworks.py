@@ -21,7 +21,9 @@ class Framework:
     fusion, buckets: as in `whatif.simulate`; a fusion of None is the machine profile's. attention: kernels by
     preference, of which a machine takes the first that its profile has. update: "fused" or "foreach", see
     `MachineProfile.with_update`. matmuls: what they do beside multiplying; their dtype is the run's. blocking_messages: a stage of a pipeline that sends waits until its message is there, and computes
-    nothing meanwhile, where a device has a single stage. accumulate_in: as in `Precision`. passes: text as for
+    nothing meanwhile, where a device has a single stage. gathers_ahead: in a pipeline parameters that are gathered once
+    a step are gathered from its begin, stage after stage, and gradients reduced beside what other stages compute (where
+    a step follows from a short pipeline, see `simulate.composed`). accumulate_in: as in `Precision`. passes: text as for
     `compile`, those that stand for its own schedule.
     source: where each of them is found.
     """
@@ -33,6 +35,7 @@ class Framework:
     buckets: Buckets = "none"
     matmuls: MatmulStyle = MatmulStyle()
     blocking_messages: bool = False
+    gathers_ahead: bool = False
     accumulate_in: Literal["auto", "whole", "shards"] = "auto"
     passes: str = "default"
     source: str = ""
@@ -83,13 +86,14 @@ _MEGATRON = Framework(
     buckets=160_000_000,
     matmuls=MatmulStyle(adds=True),
     blocking_messages=True,
+    gathers_ahead=True,
     accumulate_in="whole",
-    passes="prefetch=1",
-    source="Transformer Engine's fused norms, activations and attention (cuDNN), FusedAdam; "
+    passes="prefetch=1,recompute=pointwise",
+    source="Transformer Engine's fused norms, activations and attention (cuDNN), which save what they read, FusedAdam; "
     "Megatron-LM core/distributed/distributed_data_parallel.py: buckets of max(40 million, 1 million per rank) "
     "parameters, in float32 main_grad, reduced once a step; distributed optimizer with overlap_param_gather; "
     "core/pipeline_parallel/p2p_communication.py: waits for every send and receive (but in interleaved schedules with "
-    "overlap_p2p_comm); gradient_accumulation_fusion, linear_qkv and linear_fc1 as a matmul each (core/transformer/"
+    "overlap_p2p_comm); param_and_grad_buffer.py: overlap_param_gather, overlap_grad_reduce; gradient_accumulation_fusion, linear_qkv and linear_fc1 as a matmul each (core/transformer/"
     "transformer_config.py, attention.py, mlp.py); Transformer Engine pytorch/module/layernorm_linear.py, base.py: "
     "operands and gradients are cast before they are gathered; fp8_param_gather",
 )

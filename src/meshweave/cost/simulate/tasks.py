@@ -293,12 +293,12 @@ class _TaskLowering:
         first, second = (share, 1 - share) if is_gather else (1 - share, share)
         self.tasks[task] = replace(copy, seconds=first * copy.seconds, received=first * copy.received)
         rest = self.add(replace(copy, seconds=second * copy.seconds, received=second * copy.received))
+        self.needs[rest].append(start)
         yield from (task, rest)
         if is_gather:
             self.needs[matmul + 1].append(rest)
             return
         self.needs[task] = [matmul - 1]
-        self.needs[rest].append(start)
         wait = self.waits[start]
         self.needs[wait] = [rest if need == task else need for need in self.needs[wait]]
 
@@ -491,9 +491,7 @@ def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, in
         yield kind, role.stages[node] if is_of_stage else ANY_STAGE, item
 
 
-def role_tasks(
-    its: Sections, profile: MachineProfile, fusion: Fusion, style: MatmulStyle = MatmulStyle()
-) -> RoleTasks:
+def role_tasks(its: Sections, profile: MachineProfile, fusion: Fusion, style: MatmulStyle = MatmulStyle()) -> RoleTasks:
     """What the stream of a role runs on a machine."""
     values = with_sums_in(local_values(its.role), its.role, style.sum_dtype)
     kernels, local = kernels_of(its.role, values, fusion, profile.fusion == "none", profile.update, style.adds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
 
@@ -10,6 +10,7 @@ from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.schedules.form import ranks_of_stages, text_of
 from meshweave.engine.schedules.lowering import (
     LoweredSchedule,
+    Needs,
     ScheduleTask,
     is_explicit,
     lower_schedule,
@@ -70,20 +71,22 @@ class TimedAction:
 class Gap:
     """A time in which a rank does nothing, before an action (None: after its last one, until the step ends).
 
-    It waits for `source` of rank `source_rank`; during the last `message_s` of the gap that has ended and its message
+    It waits for `source` of rank `source_rank` (None: for its parameters); during the last `message_s` of the gap that has ended and its message
     is under way."""
 
     rank: int
     begin_s: float
     end_s: float
     before: Action | None
-    source: Action
+    source: Action | None
     source_rank: int
     message_s: float = 0.0
 
     def __str__(self) -> str:
         what = f"before {text_of(self.before)}" if self.before else "at the end"
         message = f", {self.message_s:.6g} s of it for the message" if self.message_s else ""
+        if self.source is None:
+            return f"rank {self.rank} waits {self.end_s - self.begin_s:.6g} s {what} for its parameters"
         return (
             f"rank {self.rank} waits {self.end_s - self.begin_s:.6g} s {what} for {text_of(self.source)} of rank "
             f"{self.source_rank}{message}"
@@ -96,6 +99,7 @@ class PipelineTimes:
 
     `step_s`: until all ranks have ended, with a synchronous optimizer; the longest span without. `spans_s`: per rank
     from the begin of its first action to the end of its last. `busy_s`: per rank the seconds in which it computes.
+    `links_s`: per rank when the last of its gathers and reductions has ended.
     `bubble_rate`: the share of the longest span in which a rank idles, in the mean over ranks; with equal stages this
     is 1 - m (F + B + W) / longest span (Qi et al., section 5.3). `peak_activations`: per rank, in microbatches of a
     stage."""
@@ -104,6 +108,7 @@ class PipelineTimes:
     bubble_rate: float
     spans_s: tuple[float, ...]
     busy_s: tuple[float, ...]
+    links_s: tuple[float, ...]
     of_rank: tuple[tuple[TimedAction, ...], ...] = field(repr=False)
     gaps: tuple[Gap, ...] = field(repr=False)
     peak_activations: tuple[float, ...] = field(repr=False)
@@ -128,6 +133,8 @@ def pipeline_times(
     synchronous: bool = True,
     overlapped: float = 1.0,
     more: Mapping[tuple[Kind, int, int], float] | None = None,
+    gathers: PerStage = 0.0,
+    reductions: PerStage = 0.0,
 ) -> PipelineTimes:
     """The times of a schedule, which is proven first.
 
@@ -142,9 +149,11 @@ def pipeline_times(
     else each rank goes on by itself, as with the paper's post-validation, and a step takes the longest span.
     `overlapped`: time of a pair that is scheduled as one, as a share of the sum of both. `more`: seconds that a kind of
     action of a stage takes longer with a microbatch, (kind, stage, microbatch), as the first with its gathers.
+    `gathers`, `reductions`: seconds of a rank's links for the parameters of a stage, before its first forward, and for
+    its gradients, behind its last backward; stage after stage, beside what the rank computes, from the step's begin.
 
-    Each rank runs its actions in order, each as soon as it can. Gathers, reductions and what a runtime adds take no
-    time. Raises PlanError if the schedule is not valid (`prove_schedule`), or for times that do not fit it."""
+    Each rank runs its actions in order, each as soon as it can. Gathers and reductions that are not stated, and what a
+    runtime adds, take no time. Raises PlanError if the schedule is not valid (`prove_schedule`), or for times that do not fit it."""
     if not 0 < overlapped < float("inf"):
         raise PlanError(
             "a pair that is scheduled as one takes a share of its parts' time", got=f"overlapped={overlapped}"
@@ -156,13 +165,20 @@ def pipeline_times(
     latency = [0.0 if blocking_messages else comm for comm in times.comm]
     needs = [[(n.task, 0.0 if n.hop is None else latency[n.hop]) for n in row] for row in lowered.needs]
     receives, sends = _seconds_of_messages(lowered, schedule, times if blocking_messages else None)
-    begins, ends, _ = run_tasks(lowered.orders, needs, list(map(add, receives, seconds)), sends)
+    stated = [
+        per_stage(name, its, len(times.forward)) for name, its in (("gathers", gathers), ("reductions", reductions))
+    ]
+    links = _Links.of(lowered, needs, *stated)
+    orders, durations = (*lowered.orders, *links.orders), [*map(add, receives, seconds), *links.seconds]
+    begins, ends, _ = run_tasks(orders, links.needs, durations, [*sends, *[0.0] * len(links.seconds)])
+    of_links = tuple(max((ends[task] for task in order), default=0.0) for order in links.orders)
+    begins, ends = begins[: len(seconds)], ends[: len(seconds)]
     begins = list(map(add, begins, receives))
     spans = tuple(ends[order[-1]] - begins[order[0]] if order else 0.0 for order in lowered.orders)
     busy = tuple(sum(seconds[task] for task in order) for order in lowered.orders)
     last = max(range(len(ends)), key=ends.__getitem__)
     return PipelineTimes(
-        step_s=ends[last] if synchronous else max(spans),
+        step_s=max(ends[last], *of_links) if synchronous else max(spans),
         bubble_rate=1 - sum(busy) / len(busy) / max(spans),
         spans_s=spans,
         busy_s=busy,
@@ -170,9 +186,43 @@ def pipeline_times(
             tuple(TimedAction(a, begins[i], ends[i]) for i in order for a in lowered.tasks[i].actions)
             for order in lowered.orders
         ),
+        links_s=of_links,
         gaps=_gaps(lowered, times, (begins, ends, sends), last if synchronous else None),
         peak_activations=peak_activations(schedule),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """The gathers and reductions of stages as tasks, numbered behind those of the schedule: their seconds, their order
+    on each rank's link, and the needs of all tasks."""
+
+    seconds: tuple[float, ...]
+    orders: tuple[tuple[int, ...], ...]
+    needs: list[list[tuple[int, float]]]
+
+    @staticmethod
+    def of(lowered: LoweredSchedule, needs: Needs, gathers: Sequence[float], reductions: Sequence[float]) -> _Links:
+        known, taken, orders = [list(row) for row in needs], list[float](), list[tuple[int, ...]]()
+        for order in lowered.orders:
+            first, last, own = dict[int, int](), dict[int, int](), list[int]()
+            for task in order:
+                for kind, stage, _ in parts_of(lowered.tasks[task]):
+                    if kind == "forward":
+                        first.setdefault(stage, task)
+                    elif kind in ("backward", "weight"):
+                        last[stage] = task
+            for stage, task in first.items():
+                known[task].append((len(known), 0.0))
+                own.append(len(known))
+                known.append([])
+                taken.append(gathers[stage])
+            for stage, task in sorted(last.items(), key=lambda item: item[1]):
+                own.append(len(known))
+                known.append([(task, 0.0)])
+                taken.append(reductions[stage])
+            orders.append(tuple(own))
+        return _Links(tuple(taken), tuple(orders), known)
 
 
 def _seconds_of_tasks(
@@ -236,6 +286,10 @@ def _gaps(
             if begins[task] - free > _ROUNDING * begins[task]:
                 needs = lowered.needs[task]
                 arrivals = [ends[n.task] + (0.0 if n.hop is None else times.comm[n.hop]) for n in needs]
+                if max(arrivals, default=0.0) < begins[task] * (1 - _ROUNDING):  # it waits for its parameters
+                    gaps.append(Gap(rank, free, begins[task], lowered.tasks[task].actions[0], None, rank))
+                    free = ends[task] + sends[task]
+                    continue
                 last_of = arrivals.index(max(arrivals))
                 message = min(arrivals[last_of] - ends[needs[last_of].task], begins[task] - free)
                 add_gap(rank, free, begins[task], task, needs[last_of].task, message)
