@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -23,7 +23,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshweave as mw
+from meshweave.cost.hardware import MachineProfile, load_profile
+from meshweave.cost.simulate.frameworks import FRAMEWORKS
 from meshweave.cost.simulate.result import Simulation
+from meshweave.place.plan_text import parse_plan
 
 HERE = Path(__file__).parent
 ROWS = HERE / "cluster_runs.jsonl"
@@ -98,12 +101,18 @@ def stage_layout(run: Run) -> str:
     return "|".join([f"E{ends}", *[f"t*{each}"] * (stages - 2), f"{ends}L"])
 
 
+def machine_of(run: Run) -> MachineProfile:
+    """Of the 72 GPUs of a rack jobs use 64 (MLPerf's SEGMENT), so that a replica of the model is in one."""
+    machine = FRAMEWORKS["nemo"].machine(load_profile(run.profile))
+    return replace(machine, devices_per_node=64) if machine.devices_per_node == 72 else machine
+
+
 def question(run: Run) -> dict[str, Any]:
     """The arguments of `Study.simulate` beside the batch."""
     ids = torch.empty(run.global_batch, run.seq, dtype=torch.long, device="meta")
     asked: dict[str, Any] = {
         "example": {"input_ids": ids, "labels": ids},
-        "profile": run.profile,
+        "profile": machine_of(run),
         "clip_grad_norm": 1.0,
         "accumulate": run.microbatches,
         "framework": "nemo",
@@ -120,7 +129,10 @@ def question(run: Run) -> dict[str, Any]:
     if run.pp > 1:
         plan.append(f"stages:pp:layout={stage_layout(run)}")
         asked |= {"pipeline": "interleaved" if run.interleave else "1f1b", "every_microbatch": False}
-    return {**asked, "mesh": ",".join(f"{name}={size}" for name, size in sizes.items()), "plan": "+".join(plan)}
+    whole = parse_plan("+".join(plan)) or mw.Plan()
+    if run.tp > 1:  # Megatron's VocabParallelEmbedding
+        whole = whole + mw.Plan.tp("tp", {"model.embed_tokens": "rowwise"})
+    return {**asked, "mesh": ",".join(f"{name}={size}" for name, size in sizes.items()), "plan": whole}
 
 
 def predicted(run: Run, studies: dict[str, mw.Study]) -> Simulation:

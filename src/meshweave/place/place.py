@@ -370,7 +370,9 @@ class _Placer:
             proposed += lookup_cut(node, operands[0].layouts if operands else (), self.expert_axes)
         named = key_of(node) if node.target in BY_ROWS else ""
         attention = self.placement.attention
-        used = self._axes_of_use(node) if any(parts) else frozenset[str]()
+        uses = self._uses(node) if any(parts) else ()
+        proposed += tuple(layout for layout in uses if layout.mesh == mesh and not wanted)
+        used = frozenset(axis for layout in uses for dim in layout.dims for axis in dim.axes)
         once = (self.sums.where, self.sums.microbatches, parts, used) if any(parts) else None
         fixed = (node.target, str(map_nodes(node, lambda n: None)), node.meta["spec"], mesh, named, attention, once)
         key = (*fixed, tuple(operands), wanted, proposed)
@@ -382,11 +384,10 @@ class _Placer:
             self.decided[key] = cheapest(rule, mesh, operands, specs, prices, wanted, proposed)
         return self.decided[key]
 
-    def _axes_of_use(self, node: fx.Node) -> frozenset[str]:
-        """The axes that shard the parameters, as they are used, whose gradients a node computes parts of."""
-        names = {self.sums.names[result] for result in results_of(node) if result in self.sums.names}
-        layouts = (self.placement.used[name] for name in names)
-        return frozenset(axis for layout in layouts for dim in layout.dims for axis in dim.axes)
+    def _uses(self, node: fx.Node) -> tuple[Layout, ...]:
+        """The layouts in which parameters are used whose gradients a node computes, or parts of them."""
+        names = (self.sums.names[result] for result in results_of(node) if result in self.sums.names)
+        return tuple(dict.fromkeys(self.placement.used[name] for name in names))
 
     def _layout_of(self, node: fx.Node) -> Layout | None:
         return self.copies[node][0].layout if node in self.copies else None

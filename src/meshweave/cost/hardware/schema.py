@@ -102,7 +102,8 @@ class MatmulModel:
 
     `sustained` is the share of the peak that a multiprocessor sustains in the main loop of the best tile, at the
     reference power. `tiles` are rows (rows, columns, share of that rate); `k_ramp_bytes` is the cost of filling the
-    pipeline and writing a tile, in bytes along k. Dtypes in `measured` are interpolated instead.
+    pipeline and writing a tile, in bytes along k. Dtypes in `measured` are interpolated instead. `float8_copies` of a
+    value in 8 bits are needed to multiply with it and with its transpose.
     """
 
     num_units: int = field(default=1, metadata=COUNT)
@@ -110,6 +111,7 @@ class MatmulModel:
     tiles: tuple[Point, ...] = field(default=(), metadata=points("rows, columns, share", low=1))
     sustained: tuple[tuple[str, float], ...] = field(default=(), metadata=table_of(DTYPES, SHARE))
     measured: tuple[MatmulPoints, ...] = ()
+    float8_copies: int = field(default=1, metadata=COUNT)
 
 
 _RATES = points("head_dim, causal, half_keys, rate")

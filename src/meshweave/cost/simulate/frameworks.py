@@ -84,7 +84,7 @@ _MEGATRON = Framework(
     fusion="compiled",
     attention=("cudnn", "flash2"),
     buckets=160_000_000,
-    matmuls=MatmulStyle(adds=True),
+    matmuls=MatmulStyle(keeps=True, adds=True),
     blocking_messages=True,
     gathers_ahead=True,
     accumulate_in="whole",
@@ -116,7 +116,7 @@ FRAMEWORKS = {
         replace(
             _MEGATRON,
             name="nemo",
-            matmuls=MatmulStyle(adds=True, sum_dtype=torch.bfloat16, in_chunks=True),
+            matmuls=MatmulStyle(keeps=True, adds=True, sum_dtype=torch.bfloat16, in_chunks=True),
             source="recipes with performance_mode, and MLPerf's llama31_405b/pretrain.py: grad_reduce_in_fp32=False, "
             f"tp_comm_overlap (Transformer Engine's userbuffers); else as Megatron core: {_MEGATRON.source}",
         ),

@@ -29,7 +29,8 @@ class MatmulStyle:
     """What the matmuls of a step do.
 
     dtype: of their operands in repeated blocks; None: that of the program. gathers: whether values that only they read
-        are gathered in it. adds: what is added to a product is added by the matmul itself (GEMM with beta = 1): sums of
+        are gathered in it. keeps: whether parameters that are gathered once a step for such matmuls are held in it, in
+        as many copies as the machine needs. adds: what is added to a product is added by the matmul itself (GEMM with beta = 1): sums of
         gradients of microbatches, and gradients of a value that several matmuls read, which are a matmul as wide as
         all. sum_dtype: in which gradients of microbatches are added up and reduced; None: that of the program.
         in_chunks: gathers of their operands and reductions of their products run beside them, in as many chunks as
@@ -38,6 +39,7 @@ class MatmulStyle:
 
     dtype: torch.dtype | None = None
     gathers: bool = True
+    keeps: bool = False
     adds: bool = False
     sum_dtype: torch.dtype | None = None
     in_chunks: bool = False
@@ -96,6 +98,22 @@ class Narrow:
                 assert isinstance(operand, fx.Node)
                 handed = sum(x.num_elements for x in self.local.values[operand])
                 self.sources.update(dict.fromkeys(self._fed_to_matmuls(node), handed))
+
+    def held(self, copies: int) -> Local:
+        """The values as the role holds them, with `copies` of parameters that are gathered once."""
+        if not self.style.keeps:
+            return self.local
+        values = dict(self.local.values)
+        for node, results in values.items():
+            if node.op == "call_function" and origin_of(node).phase == "prepare":
+                values[node] = tuple(self._held(x, copies) for x in results)
+        return replace(self.local, values=values)
+
+    def _held(self, value: Value, copies: int) -> Value:
+        if value.storage not in self.sources or value.dtype.itemsize <= copies * self.dtype.itemsize:
+            return value
+        size = value.storage_bytes * copies * self.dtype.itemsize // value.dtype.itemsize
+        return replace(value, storage_bytes=size)
 
     def moved_bytes(self, start: fx.Node, num_bytes: float) -> float:
         """Bytes of the operand of a collective in the dtype in which it moves."""

@@ -148,10 +148,11 @@ class _TaskLowering:
         graph = TaskGraph(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
+        held = [its.held(self.profile.matmul.float8_copies) for its in self.narrow]
         return Tasks(
             graph=graph,
             tasks=tuple(self.tasks),
-            roles=roles,
+            roles=tuple(map(_with_values, roles, held)) if held else roles,
             streams=tuple(names),
             flat=tuple(self.flat),
         )
@@ -456,6 +457,10 @@ class _TaskLowering:
             group=",".join(channel.axes),
             received=received,
         )
+
+
+def _with_values(role: RoleTasks, local: Local) -> RoleTasks:
+    return replace(role, local=local)
 
 
 def _name_of(item: Kernel | fx.Node) -> str:
