@@ -32,7 +32,8 @@ HERE = Path(__file__).parent
 ROWS = HERE / "cluster_runs.jsonl"
 TABLE = HERE / "results" / "cluster_runs.md"
 PROFILES = {"GB200": "gb200", "GB300": "gb300", "B200": "b200", "B300": "b300", "H100": "h100", "H200": "h200"}
-DTYPES = {"FP8": torch.float8_e4m3fn, "BF16": None}  # of matmuls
+# Of matmuls. Blackwell multiplies float8 with a scale per 32 elements (MXFP8) as fast as with one per tensor.
+DTYPES = {"FP8": torch.float8_e4m3fn, "MXFP8": torch.float8_e4m3fn, "BF16": None}
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def first_rank_gb(simulation: Simulation) -> float:
 def show(run: Run, studies: dict[str, mw.Study]) -> Simulation:
     began = time.perf_counter()
     simulation = predicted(run, studies)
-    error = run.step_s / simulation.seconds - 1
+    error = error_of(run, simulation)
     memory = f", {first_rank_gb(simulation):.1f} of {run.memory_GB} GB" if run.memory_GB else ""
     print(
         f"{run.name}: {simulation.seconds:.2f} of {run.step_s:.2f} s ({error:+.1%}), exposed "
@@ -161,15 +162,58 @@ def show(run: Run, studies: dict[str, mw.Study]) -> Simulation:
     return simulation
 
 
+def error_of(run: Run, simulation: Simulation) -> float:
+    """Signed error of throughput: + is too fast."""
+    return run.step_s / simulation.seconds - 1
+
+
+def summary(title: str, errors: list[float]) -> str:
+    worst = max(errors, key=abs)
+    return f"| {title} | {len(errors)} | {median(map(abs, errors)):.1%} | {mean(errors):+.1%} | {worst:+.1%} |"
+
+
+def write(results: list[tuple[Run, Simulation]], others: list[Run]) -> None:
+    errors = [(run, error_of(run, simulation)) for run, simulation in results]
+    held = [(run, first_rank_gb(simulation) / run.memory_GB - 1) for run, simulation in results if run.memory_GB]
+    lines = [
+        "# Steps on clusters that others published, predicted",
+        "",
+        f"`python benchmarks/cluster_runs.py`, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}. No figure of",
+        "meshweave is fitted to a row. Errors are signed, of throughput: + is too fast. Memory is the first rank's,",
+        "published as nvidia-smi shows it, with what libraries hold beside tensors.",
+        "",
+        "| | rows | median error | bias | worst |",
+        "|---|---|---|---|---|",
+        summary("**all**", [error for _, error in errors]),
+    ]
+    for profile in dict.fromkeys(run.profile for run, _ in errors):
+        lines.append(summary(profile.upper(), [error for run, error in errors if run.profile == profile]))
+    lines.append(summary("memory", [error for _, error in held]))
+    lines += ["", "| run | published s | predicted s | error | exposed s | memory GB: published / predicted |"]
+    lines.append("|---|---|---|---|---|---|")
+    for (run, simulation), (_, error) in zip(results, errors, strict=True):
+        here = first_rank_gb(simulation)
+        memory = f"{run.memory_GB:.1f} / {here:.1f} ({here / run.memory_GB - 1:+.1%})" if run.memory_GB else ""
+        lines.append(
+            f"| {run.name}, {run.precision} | {run.step_s:.2f} | {simulation.seconds:.2f} | {error:+.1%} "
+            f"| {simulation.exposed_seconds:.2f} | {memory} |"
+        )
+    lines += ["", "## Not expressed", ""]
+    for why, left in (("experts", True), ("a dtype of 4 bits", False)):
+        names = sorted({f"{run.model} ({run.precision})" for run in others if (run.ffn is None) == left})
+        lines.append(f"- {why}: {', '.join(names)}.")
+    TABLE.write_text("\n".join(lines) + "\n")
+
+
 def main() -> None:
     words = sys.argv[1:]
-    chosen = [
-        run for run in runs() if run.is_expressible and all(word in f"{run.name} {run.precision}" for word in words)
-    ]
+    listed = runs()
+    chosen = [r for r in listed if r.is_expressible and all(word in f"{r.name} {r.precision}" for word in words)]
     studies: dict[str, mw.Study] = {}
     results = [(run, show(run, studies)) for run in chosen]
-    errors = [run.step_s / simulation.seconds - 1 for run, simulation in results]
-    print(f"{len(errors)} rows: median {median(map(abs, errors)):.1%}, bias {mean(errors):+.1%}")
+    print(summary("all", [error_of(run, simulation) for run, simulation in results]))
+    if not words:
+        write(results, [run for run in listed if not run.is_expressible])
 
 
 if __name__ == "__main__":

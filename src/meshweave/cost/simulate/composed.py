@@ -29,8 +29,9 @@ _PASSES = ("forward", "backward", "input", "weight")
 class StageFigures:
     """What a stage takes, in seconds: of a microbatch in `forward`, `backward` (its input part where it is split) and
     `weight`; `first` and `last`: how much longer the first forward and the last backward take with what is exposed of
-    gathers and reductions, which take `gather` and `reduction` of the links; `total` and `update` at the end of a step. `exposed` of a microbatch, `exposed_once` of a step are what
-    of these is communication, `communication` is all of a microbatch.
+    gathers and reductions, which take `gather` and `reduction` of the links; `total` and `update` at the end of a step.
+    `exposed` of a microbatch, `exposed_once` of a step are what of these is communication, `communication` is all of a
+    microbatch.
 
     And what it holds, in bytes: `activation` of a microbatch from forward to backward, `persistent` all the time,
     `during` all microbatches beside their activations, and `at_update` at the end."""

@@ -10,7 +10,7 @@ import torch
 from meshweave.cost.hardware import MachineProfile
 from meshweave.cost.simulate.buckets import Buckets
 from meshweave.cost.simulate.kernels import Fusion
-from meshweave.cost.simulate.matmuls import MatmulStyle
+from meshweave.cost.simulate.matmuls import PLAIN, MatmulStyle
 from meshweave.errors import MeshweaveError
 
 
@@ -20,11 +20,12 @@ class Framework:
 
     fusion, buckets: as in `whatif.simulate`; a fusion of None is the machine profile's. attention: kernels by
     preference, of which a machine takes the first that its profile has. update: "fused" or "foreach", see
-    `MachineProfile.with_update`. matmuls: what they do beside multiplying; their dtype is the run's. blocking_messages: a stage of a pipeline that sends waits until its message is there, and computes
-    nothing meanwhile, where a device has a single stage. gathers_ahead: in a pipeline parameters that are gathered once
-    a step are gathered from its begin, stage after stage, and gradients reduced beside what other stages compute (where
-    a step follows from a short pipeline, see `simulate.composed`). accumulate_in: as in `Precision`. passes: text as for
-    `compile`, those that stand for its own schedule.
+    `MachineProfile.with_update`. matmuls: what they do beside multiplying; their dtype is the run's. blocking_messages:
+    a stage of a pipeline that sends waits until its message is there, and computes nothing meanwhile, where a device
+    has a single stage. gathers_ahead: in a pipeline parameters that are gathered once a step are gathered from its
+    begin, stage after stage, and gradients reduced beside what other stages compute (where a step follows from a short
+    pipeline, see `simulate.composed`). accumulate_in: as in `Precision`. passes: text as for `compile`, those that
+    stand for its own schedule.
     source: where each of them is found.
     """
 
@@ -33,7 +34,7 @@ class Framework:
     attention: tuple[str, ...] = ()
     update: str = "fused"
     buckets: Buckets = "none"
-    matmuls: MatmulStyle = MatmulStyle()
+    matmuls: MatmulStyle = PLAIN
     blocking_messages: bool = False
     gathers_ahead: bool = False
     accumulate_in: Literal["auto", "whole", "shards"] = "auto"
@@ -93,7 +94,8 @@ _MEGATRON = Framework(
     "Megatron-LM core/distributed/distributed_data_parallel.py: buckets of max(40 million, 1 million per rank) "
     "parameters, in float32 main_grad, reduced once a step; distributed optimizer with overlap_param_gather; "
     "core/pipeline_parallel/p2p_communication.py: waits for every send and receive (but in interleaved schedules with "
-    "overlap_p2p_comm); param_and_grad_buffer.py: overlap_param_gather, overlap_grad_reduce; gradient_accumulation_fusion, linear_qkv and linear_fc1 as a matmul each (core/transformer/"
+    "overlap_p2p_comm); param_and_grad_buffer.py: overlap_param_gather, overlap_grad_reduce; "
+    "gradient_accumulation_fusion, linear_qkv and linear_fc1 as a matmul each (core/transformer/"
     "transformer_config.py, attention.py, mlp.py); Transformer Engine pytorch/module/layernorm_linear.py, base.py: "
     "operands and gradients are cast before they are gathered; fp8_param_gather",
 )

@@ -29,12 +29,12 @@ class MatmulStyle:
     """What the matmuls of a step do.
 
     dtype: of their operands in repeated blocks; None: that of the program. gathers: whether values that only they read
-        are gathered in it. keeps: whether parameters that are gathered once a step for such matmuls are held in it, in
-        as many copies as the machine needs. adds: what is added to a product is added by the matmul itself (GEMM with beta = 1): sums of
-        gradients of microbatches, and gradients of a value that several matmuls read, which are a matmul as wide as
-        all. sum_dtype: in which gradients of microbatches are added up and reduced; None: that of the program.
-        in_chunks: gathers of their operands and reductions of their products run beside them, in as many chunks as
-        devices: but for a chunk.
+    are gathered in it. keeps: whether parameters that are gathered once a step for such matmuls are held in it, in as
+    many copies as the machine needs. adds: what is added to a product is added by the matmul itself (GEMM with beta =
+    1): sums of gradients of microbatches, and gradients of a value that several matmuls read, which are a matmul as
+    wide as all. sum_dtype: in which gradients of microbatches are added up and reduced; None: that of the program.
+    in_chunks: gathers of their operands and reductions of their products run beside them, in as many chunks as devices:
+    but for a chunk.
     """
 
     dtype: torch.dtype | None = None
@@ -43,6 +43,9 @@ class MatmulStyle:
     adds: bool = False
     sum_dtype: torch.dtype | None = None
     in_chunks: bool = False
+
+
+PLAIN = MatmulStyle()
 
 
 def with_sums_in(local: Local, role: RankGraph, dtype: torch.dtype | None) -> Local:

@@ -13,7 +13,7 @@ from meshweave.cost.simulate.classify import known_kind, priced_by_bytes
 from meshweave.cost.simulate.clock import Slowdown, Times, Work, play
 from meshweave.cost.simulate.exposure import Exposure, exposure_of
 from meshweave.cost.simulate.kernels import Fusion, Kernel
-from meshweave.cost.simulate.matmuls import MatmulStyle
+from meshweave.cost.simulate.matmuls import PLAIN, MatmulStyle
 from meshweave.cost.simulate.memory import MemoryUse, least_bytes, memory_of
 from meshweave.cost.simulate.result import RoleResult, Simulation, Span
 from meshweave.cost.simulate.storage_intervals import LifetimeRules
@@ -44,7 +44,7 @@ class SimulateOptions:
     fusion: Fusion | None = None
     microbatches: int = 1
     pipeline: Schedule | None = None
-    matmuls: MatmulStyle = MatmulStyle()
+    matmuls: MatmulStyle = PLAIN
     tokens: int = 0
     title: str = ""
     buckets: Buckets = "none"

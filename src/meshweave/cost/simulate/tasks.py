@@ -19,7 +19,7 @@ from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.simulate.buckets import Buckets, Member, check_buckets, group_members
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, kernels_of
-from meshweave.cost.simulate.matmuls import MatmulStyle, Narrow, with_sums_in
+from meshweave.cost.simulate.matmuls import PLAIN, MatmulStyle, Narrow, with_sums_in
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.for_roles import scheduled
 from meshweave.engine.match import Channel, Start, match_roles, match_transfer, plain_args
@@ -109,7 +109,7 @@ class _TaskLowering:
     profile: MachineProfile
     roles: list[RoleTasks]
     schedule: Schedule
-    style: MatmulStyle = MatmulStyle()
+    style: MatmulStyle = PLAIN
     buckets: Buckets = "none"
     fusion: Fusion = "ops"
     blocking_messages: bool = False
@@ -496,7 +496,7 @@ def _items(role: Sections, kernels: Sequence[Kernel]) -> Iterator[tuple[Kind, in
         yield kind, role.stages[node] if is_of_stage else ANY_STAGE, item
 
 
-def role_tasks(its: Sections, profile: MachineProfile, fusion: Fusion, style: MatmulStyle = MatmulStyle()) -> RoleTasks:
+def role_tasks(its: Sections, profile: MachineProfile, fusion: Fusion, style: MatmulStyle = PLAIN) -> RoleTasks:
     """What the stream of a role runs on a machine."""
     values = with_sums_in(local_values(its.role), its.role, style.sum_dtype)
     kernels, local = kernels_of(its.role, values, fusion, profile.fusion == "none", profile.update, style.adds)
@@ -509,7 +509,7 @@ def lower_tasks(
     fusion: Fusion,
     microbatches: int = 1,
     pipeline: Schedule | None = None,
-    style: MatmulStyle = MatmulStyle(),
+    style: MatmulStyle = PLAIN,
     buckets: Buckets = "none",
     blocking_messages: bool = False,
 ) -> Tasks:

@@ -71,8 +71,8 @@ class TimedAction:
 class Gap:
     """A time in which a rank does nothing, before an action (None: after its last one, until the step ends).
 
-    It waits for `source` of rank `source_rank` (None: for its parameters); during the last `message_s` of the gap that has ended and its message
-    is under way."""
+    It waits for `source` of rank `source_rank` (None: for its parameters); during the last `message_s` of the gap that
+    has ended and its message is under way."""
 
     rank: int
     begin_s: float
@@ -153,7 +153,8 @@ def pipeline_times(
     its gradients, behind its last backward; stage after stage, beside what the rank computes, from the step's begin.
 
     Each rank runs its actions in order, each as soon as it can. Gathers and reductions that are not stated, and what a
-    runtime adds, take no time. Raises PlanError if the schedule is not valid (`prove_schedule`), or for times that do not fit it."""
+    runtime adds, take no time. Raises PlanError if the schedule is not valid (`prove_schedule`), or for times that do
+    not fit it."""
     if not 0 < overlapped < float("inf"):
         raise PlanError(
             "a pair that is scheduled as one takes a share of its parts' time", got=f"overlapped={overlapped}"
