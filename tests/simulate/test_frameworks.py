@@ -87,22 +87,6 @@ def test_gathers_move_in_the_dtype_of_the_framework(program: Program) -> None:
     assert gathered("deepspeed") == 2 * gathered("torchtitan")
 
 
-def test_megatron_gathers_activations_in_16_bits() -> None:
-    with torch.device("meta"):
-        model, data = Model(), {"x": torch.empty(2**13, 2048, dtype=torch.bfloat16)}
-    plan = mw.Plan.tp("tp", {"blocks.*.0": "colwise", "blocks.*.1": "colwise"})
-    options = CaptureOptions(precision=mw.Precision(param_dtype=torch.bfloat16))
-    source = StepSource(model, lambda out, batch: out.square().mean())
-    target = Target(mw.Mesh("tp=4"), plan, load_profile("h100"))
-    program = build_program(source, data, None, target, options)
-
-    def gathered(name: str) -> float:
-        found = simulate(program, "h100", framework=name, matmul_dtype="float8_e4m3fn", buckets="none")
-        return sum(span.bytes for span in found.spans if span.op == "all_gather")
-
-    assert gathered("megatron") > gathered("torchtitan") > 0
-
-
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [

@@ -42,6 +42,7 @@ def parse_passes(requested: PassesArgument) -> tuple[Pass[Any], ...]:
 
         "overlap"   "default,split=4"   "recompute=selective,prefetch=1"   "overlap,my_passes.py:Fuse"
 
+    "recompute=full?", with a question mark, is nothing for a model without repeated blocks, instead of an error.
     Your own pass is written as its file or module and its name there: a class, or an instance.
     Raises MeshweaveError for an unknown pass or an invalid value of its option.
     """
@@ -94,7 +95,7 @@ def _pass(text: str) -> Pass[Any]:
         return kind()
     number = int(value) if value.isdecimal() else value
     reads: Mapping[str, Callable[[Any], Pass[Any]]] = {
-        "recompute": Recompute,
+        "recompute": lambda policy: Recompute(str(policy).removesuffix("?"), is_optional=str(policy).endswith("?")),
         "prefetch": Prefetch,
         "ring": RingAttention,
         "split": lambda count: Split((count,)),

@@ -284,3 +284,23 @@ def test_a_schedule_is_proven_before_it_is_timed() -> None:
     schedule = with_communication(make_schedule("1f1b", 2, 2))
     with pytest.raises(PlanError, match="of its own"):
         with_communication(schedule)
+
+
+def test_gathers_and_reductions_run_beside_the_stages() -> None:
+    """Of two ranks with two stages each: a stage waits for its own gather alone, which the others of its rank precede,
+    and the step for the last reduction."""
+    schedule = make_schedule("interleaved", 2, 4, 2)
+    plain = pipeline_times(schedule, F=1.0, B=1.0, W=1.0)
+    assert pipeline_times(schedule, F=1.0, B=1.0, W=1.0, gathers=0.0, reductions=0.0) == plain
+    first = pipeline_times(schedule, F=1.0, B=1.0, W=1.0, gathers=[3.0, 0.0, 0.0, 0.0])
+    assert first.step_s == plain.step_s + 3.0
+    assert str(first.gaps[0]).endswith("for its parameters")
+    hidden = pipeline_times(schedule, F=1.0, B=1.0, W=1.0, gathers=[0.0, 1.0, 2.0, 1.0])
+    assert hidden.step_s == plain.step_s
+    late = pipeline_times(schedule, F=1.0, B=1.0, W=1.0, gathers=[0.0, 0.0, 5.0, 0.0])
+    assert plain.step_s < late.step_s <= plain.step_s + 3.0
+    behind = pipeline_times(schedule, F=1.0, B=1.0, W=1.0, reductions=[2.0, 0.0, 0.0, 0.0])
+    assert behind.step_s == plain.step_s + 2.0
+    assert max(behind.links_s) == behind.step_s
+    with pytest.raises(PlanError, match="gathers needs a value for each stage"):
+        pipeline_times(schedule, F=1.0, B=1.0, W=1.0, gathers=[1.0])

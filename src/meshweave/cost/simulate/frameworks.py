@@ -89,7 +89,7 @@ _MEGATRON = Framework(
     blocking_messages=True,
     gathers_ahead=True,
     accumulate_in="whole",
-    passes="prefetch=1,recompute=pointwise",
+    passes="prefetch=1,recompute=pointwise?",
     source="Transformer Engine's fused norms, activations and attention (cuDNN), which save what they read, FusedAdam; "
     "Megatron-LM core/distributed/distributed_data_parallel.py: buckets of max(40 million, 1 million per rank) "
     "parameters, in float32 main_grad, reduced once a step; distributed optimizer with overlap_param_gather; "

@@ -18,7 +18,7 @@ from torch import fx
 from meshweave.cost.simulate.classify import known_kind
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_in_block
 from meshweave.ir.collectives import ALL_GATHER, WAIT
-from meshweave.ir.graph import origin_of, tensor_inputs
+from meshweave.ir.graph import origin_of
 from meshweave.ir.rank import RankGraph
 from meshweave.ir.values import Local, Value
 from meshweave.ir.work import Matmul, MemoryWork, Work
@@ -66,7 +66,7 @@ def _sums_of(role: RankGraph) -> Iterator[fx.Node]:
     for node in role.graph.nodes:
         if node.op != "call_function":
             continue
-        if node in totals or (origin_of(node).phase == "reduce" and not known.isdisjoint(tensor_inputs(node))):
+        if node in totals or (origin_of(node).phase == "reduce" and not known.isdisjoint(node.all_input_nodes)):
             known.add(node)
             yield node
 
@@ -102,17 +102,17 @@ class Narrow:
                 handed = sum(x.num_elements for x in self.local.values[operand])
                 self.sources.update(dict.fromkeys(self._fed_to_matmuls(node), handed))
 
-    def held(self, copies: int) -> Local:
+    def in_memory(self, copies: int) -> Local:
         """The values as the role holds them, with `copies` of parameters that are gathered once."""
         if not self.style.keeps:
             return self.local
         values = dict(self.local.values)
         for node, results in values.items():
             if node.op == "call_function" and origin_of(node).phase == "prepare":
-                values[node] = tuple(self._held(x, copies) for x in results)
+                values[node] = tuple(self._in_memory(x, copies) for x in results)
         return replace(self.local, values=values)
 
-    def _held(self, value: Value, copies: int) -> Value:
+    def _in_memory(self, value: Value, copies: int) -> Value:
         if value.storage not in self.sources or value.dtype.itemsize <= copies * self.dtype.itemsize:
             return value
         size = value.storage_bytes * copies * self.dtype.itemsize // value.dtype.itemsize

@@ -148,11 +148,11 @@ class _TaskLowering:
         graph = TaskGraph(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
-        held = [its.held(self.profile.matmul.float8_copies) for its in self.narrow]
+        stored = [its.in_memory(self.profile.matmul.float8_copies) for its in self.narrow]
         return Tasks(
             graph=graph,
             tasks=tuple(self.tasks),
-            roles=tuple(map(_with_values, roles, held)) if held else roles,
+            roles=tuple(map(_with_values, roles, stored)) if stored else roles,
             streams=tuple(names),
             flat=tuple(self.flat),
         )
