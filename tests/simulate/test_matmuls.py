@@ -73,6 +73,15 @@ def test_chunks_run_beside_matmuls(program: Program) -> None:
     assert chunks.seconds < whole.seconds
 
 
+def test_parameters_and_their_gradients_are_no_operands_in_chunks() -> None:
+    model, batch, loss = hugging_face("llama", batch=8, heads=4, seq=64)
+    optimizer = read_optimizer(torch.optim.AdamW(model.parameters()), model)
+    target = Target(mw.Mesh("fsdp=4"), mw.Plan.fsdp("fsdp"), load_profile("h100"))
+    program = build_program(StepSource(model, loss), batch, optimizer, target, CaptureOptions(), pass_list_of("none"))
+    whole, chunks = simulated(program, PLAIN), simulated(program, MatmulStyle(in_chunks=True))
+    assert whole.spans == chunks.spans
+
+
 def test_parameters_are_kept_in_8_bits_with_a_transpose_where_matmuls_need_it(program: Program) -> None:
     hopper = load_profile("h100")
     other = replace(hopper, matmul=replace(hopper.matmul, float8_copies=1))

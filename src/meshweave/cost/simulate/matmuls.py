@@ -77,6 +77,23 @@ def _in_dtype(value: Value, dtype: torch.dtype) -> Value:
     return replace(value, dtype=dtype, storage_bytes=value.storage_bytes * dtype.itemsize // value.dtype.itemsize)
 
 
+def is_of_parameter(collective: fx.Node, role: RankGraph) -> bool:
+    """Whether a collective gathers a parameter, or reduces a gradient of one: it has what it moves, or its result
+    becomes that, by ops of a single operand and a last addition to earlier microbatches."""
+    node = collective
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    if node.op == "placeholder":
+        return role.sources[node].kind in ("param", "acc")
+    gradients = {value for (kind, _), value in role.results.items() if kind in ("grad", "acc")}
+    node = collective
+    while node not in gradients and len(node.users) == 1 and (user := next(iter(node.users))).op == "call_function":
+        if len(user.all_input_nodes) > 1:
+            return user in gradients
+        node = user
+    return node in gradients
+
+
 @dataclass(slots=True)
 class Narrow:
     """A role's matmuls in a smaller dtype. `sources` are the storages of gathers in that dtype, with a device's operand

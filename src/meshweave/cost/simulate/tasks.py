@@ -19,7 +19,7 @@ from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.simulate.buckets import Buckets, Member, check_buckets, group_members
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, kernels_of
-from meshweave.cost.simulate.matmuls import PLAIN, MatmulStyle, Narrow, with_sums_in
+from meshweave.cost.simulate.matmuls import PLAIN, MatmulStyle, Narrow, is_of_parameter, with_sums_in
 from meshweave.engine.actions import Action, Schedule
 from meshweave.engine.for_roles import scheduled
 from meshweave.engine.match import Channel, Start, match_roles, match_transfer, plain_args
@@ -278,14 +278,14 @@ class _TaskLowering:
         for bucket in group_members(members, self.buckets if is_own else "none"):
             yield [waiting[i][1:] for i in bucket]
 
-    def copies(self, bucket: Sequence[tuple[Channel, Starts]]) -> Iterator[int]:
-        """The task of a transfer, or of the merged collectives of a bucket; its chunks, where they run beside a matmul:
-        but for the first, which it waits for, or the last, which waits for it."""
+    def copies(self, bucket: Sequence[tuple[Channel, Starts]]) -> tuple[int, ...]:
+        """The task of a transfer, or of the merged collectives of a bucket; two where it runs beside a matmul: the
+        first of its chunks, which the matmul waits for, and the rest, or all but the last, and that, which waits for
+        the matmul."""
         task = self.copy(bucket)
         matmul = self.matmul_beside(bucket) if self.style.in_chunks else None
         if matmul is None:
-            yield task
-            return
+            return (task,)
         ((role, start),) = bucket[0][1].items()
         copy = replace(self.tasks[task], action=self.tasks[start].action)
         mesh, axes = self.graphs[role].group_axes(str(copy.node.args[-1]))
@@ -295,25 +295,26 @@ class _TaskLowering:
         self.tasks[task] = replace(copy, seconds=first * copy.seconds, received=first * copy.received)
         rest = self.add(replace(copy, seconds=second * copy.seconds, received=second * copy.received))
         self.needs[rest].append(start)
-        yield from (task, rest)
         if is_gather:
             self.needs[matmul + 1].append(rest)
-            return
-        self.needs[task] = [matmul - 1]
-        wait = self.waits[start]
-        self.needs[wait] = [rest if need == task else need for need in self.needs[wait]]
+        else:
+            wait = self.waits[start]
+            self.needs[task] = [matmul - 1]
+            self.needs[wait] = [rest if need == task else need for need in self.needs[wait]]
+        return task, rest
 
     def matmul_beside(self, bucket: Sequence[tuple[Channel, Starts]]) -> int | None:
-        """The matmul that reads what a collective gathers next, or that computes what it reduces just before."""
+        """The matmul that reads next what a collective of activations gathers, or that computes just before what it
+        reduces."""
         (channel, starts), *others = bucket
         if channel[0] != "group" or others or len(starts) > 1:
             return None
         ((role, start),) = starts.items()
         wait, its = self.waits.get(start), self.roles[role]
         begin, end = self.ranges[role]
-        if wait is None or not begin < start <= wait < end - 2:
-            return None
         node = self.tasks[start].node
+        if wait is None or not begin < start <= wait < end - 2 or is_of_parameter(node, its.role):
+            return None
         if node.target is ALL_GATHER.op:
             number, storages = wait + 1, its.storages_written(self.tasks[wait])
             is_fed = not its.storages_read(self.tasks[number]).isdisjoint(storages)
