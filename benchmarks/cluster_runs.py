@@ -198,7 +198,7 @@ def write(results: list[tuple[Run, Simulation]], others: list[Run]) -> None:
     ]
     for profile in dict.fromkeys(run.profile for run, _ in errors):
         its = [error for run, error in errors if run.profile == profile and run.precision != "MXFP8"]
-        lines.append(summary(profile.upper(), its))
+        lines += [summary(profile.upper(), its)] if its else []
     in_blocks = [(run, error) for run, error in errors if run.precision == "MXFP8"]
     for title, has_experts in (("dense", False), ("experts", True)):
         its = [error for run, error in in_blocks if (run.ep is not None) == has_experts]
@@ -215,7 +215,7 @@ def write(results: list[tuple[Run, Simulation]], others: list[Run]) -> None:
         )
     lines += ["", "## Not expressed", ""]
     for why, is_dense in (("Experts", False), ("A dtype of 4 bits, or stages without layers", True)):
-        names = sorted({f"{run.model} ({run.precision})" for run in others if (run.ffn is not None) == is_dense})
+        names = sorted({f"{run.model} ({run.precision})" for run in others if (run.ep is None) == is_dense})
         lines.append(f"- {why}: {', '.join(names)}.")
     TABLE.write_text("\n".join(lines) + "\n")
 

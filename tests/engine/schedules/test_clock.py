@@ -302,5 +302,15 @@ def test_gathers_and_reductions_run_beside_the_stages() -> None:
     behind = pipeline_times(schedule, F=1.0, B=1.0, W=1.0, reductions=[2.0, 0.0, 0.0, 0.0])
     assert behind.step_s == plain.step_s + 2.0
     assert max(behind.links_s) == behind.step_s
+    assert str(behind.gaps[-1]).endswith("at the end for the last reduction of gradients")
     with pytest.raises(PlanError, match="gathers needs a value for each stage"):
         pipeline_times(schedule, F=1.0, B=1.0, W=1.0, gathers=[1.0])
+    with pytest.raises(PlanError, match="synchronous optimizer"):
+        pipeline_times(schedule, F=1.0, B=1.0, W=1.0, gathers=1.0, synchronous=False)
+
+
+def test_no_gap_is_for_parameters_unless_gathers_are_stated() -> None:
+    schedule = make_schedule("1f1b", 2, 2)
+    times = pipeline_times(schedule, F=1.0, B=1.0, W=1.0, comm=0.25, blocking_messages=True)
+    assert times.gaps
+    assert not [gap for gap in times.gaps if gap.source is None]

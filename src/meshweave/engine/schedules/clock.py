@@ -71,8 +71,8 @@ class TimedAction:
 class Gap:
     """A time in which a rank does nothing, before an action (None: after its last one, until the step ends).
 
-    It waits for `source` of rank `source_rank` (None: for its parameters); during the last `message_s` of the gap that
-    has ended and its message is under way."""
+    It waits for `source` of rank `source_rank` (None: for its parameters, at the end for reductions); during the last
+    `message_s` of the gap that has ended and its message is under way."""
 
     rank: int
     begin_s: float
@@ -86,7 +86,8 @@ class Gap:
         what = f"before {text_of(self.before)}" if self.before else "at the end"
         message = f", {self.message_s:.6g} s of it for the message" if self.message_s else ""
         if self.source is None:
-            return f"rank {self.rank} waits {self.end_s - self.begin_s:.6g} s {what} for its parameters"
+            whose = "its parameters" if self.before else "the last reduction of gradients"
+            return f"rank {self.rank} waits {self.end_s - self.begin_s:.6g} s {what} for {whose}"
         return (
             f"rank {self.rank} waits {self.end_s - self.begin_s:.6g} s {what} for {text_of(self.source)} of rank "
             f"{self.source_rank}{message}"
@@ -166,6 +167,8 @@ def pipeline_times(
     latency = [0.0 if blocking_messages else comm for comm in times.comm]
     needs = [[(n.task, 0.0 if n.hop is None else latency[n.hop]) for n in row] for row in lowered.needs]
     receives, sends = _seconds_of_messages(lowered, schedule, times if blocking_messages else None)
+    if not synchronous and (gathers or reductions):
+        raise PlanError("gathers and reductions belong to a step with a synchronous optimizer", got="synchronous=False")
     stated = [
         per_stage(name, its, len(times.forward)) for name, its in (("gathers", gathers), ("reductions", reductions))
     ]
@@ -173,6 +176,7 @@ def pipeline_times(
     orders, durations = (*lowered.orders, *links.orders), [*map(add, receives, seconds), *links.seconds]
     begins, ends, _ = run_tasks(orders, links.needs, durations, [*sends, *[0.0] * len(links.seconds)])
     of_links = tuple(max((ends[task] for task in order), default=0.0) for order in links.orders)
+    gathered = {task: ends[gather] for task, gather in links.gathers.items()} | {-1: max(of_links)}
     begins, ends = begins[: len(seconds)], ends[: len(seconds)]
     begins = list(map(add, begins, receives))
     spans = tuple(ends[order[-1]] - begins[order[0]] if order else 0.0 for order in lowered.orders)
@@ -188,7 +192,7 @@ def pipeline_times(
             for order in lowered.orders
         ),
         links_s=of_links,
-        gaps=_gaps(lowered, times, (begins, ends, sends), last if synchronous else None),
+        gaps=_gaps(lowered, times, (begins, ends, sends), last if synchronous else None, gathered),
         peak_activations=peak_activations(schedule),
     )
 
@@ -201,10 +205,12 @@ class _Links:
     seconds: tuple[float, ...]
     orders: tuple[tuple[int, ...], ...]
     needs: list[list[tuple[int, float]]]
+    gathers: dict[int, int]  # of the tasks that wait for one that takes time
 
     @staticmethod
     def of(lowered: LoweredSchedule, needs: Needs, gathers: Sequence[float], reductions: Sequence[float]) -> _Links:
         known, taken, orders = [list(row) for row in needs], list[float](), list[tuple[int, ...]]()
+        waiting = dict[int, int]()
         for order in lowered.orders:
             first, last, own = dict[int, int](), dict[int, int](), list[int]()
             for task in order:
@@ -215,6 +221,7 @@ class _Links:
                         last[stage] = task
             for stage, task in first.items():
                 known[task].append((len(known), 0.0))
+                waiting |= {task: len(known)} if gathers[stage] else {}
                 own.append(len(known))
                 known.append([])
                 taken.append(gathers[stage])
@@ -223,7 +230,7 @@ class _Links:
                 known.append([(task, 0.0)])
                 taken.append(reductions[stage])
             orders.append(tuple(own))
-        return _Links(tuple(taken), tuple(orders), known)
+        return _Links(tuple(taken), tuple(orders), known, waiting)
 
 
 def _seconds_of_tasks(
@@ -261,10 +268,15 @@ def _seconds_of_messages(
 
 
 def _gaps(
-    lowered: LoweredSchedule, times: StageTimes, runs: tuple[list[float], list[float], list[float]], last: int | None
+    lowered: LoweredSchedule,
+    times: StageTimes,
+    runs: tuple[list[float], list[float], list[float]],
+    last: int | None,
+    links: Mapping[int, float],
 ) -> tuple[Gap, ...]:
     """Each time a rank does nothing. `runs`: begin and end of every task, and how long its sends take behind it;
-    `last`: the task that ends last, which ranks wait for in the end."""
+    `last`: the task that ends last, which ranks wait for in the end. `links`: when the gather has ended that a task
+    waits for, and for -1 the last gather or reduction of all."""
     begins, ends, sends = runs
     gaps: list[Gap] = []
 
@@ -287,7 +299,7 @@ def _gaps(
             if begins[task] - free > _ROUNDING * begins[task]:
                 needs = lowered.needs[task]
                 arrivals = [ends[n.task] + (0.0 if n.hop is None else times.comm[n.hop]) for n in needs]
-                if max(arrivals, default=0.0) < begins[task] * (1 - _ROUNDING):  # it waits for its parameters
+                if links.get(task, 0.0) > max(arrivals, default=0.0):  # it waits for its parameters
                     gaps.append(Gap(rank, free, begins[task], lowered.tasks[task].actions[0], None, rank))
                     free = ends[task] + sends[task]
                     continue
@@ -295,6 +307,8 @@ def _gaps(
                 message = min(arrivals[last_of] - ends[needs[last_of].task], begins[task] - free)
                 add_gap(rank, free, begins[task], task, needs[last_of].task, message)
             free = ends[task] + sends[task]
-        if last is not None and ends[last] - free > _ROUNDING * ends[last]:
+        if last is not None and links[-1] > ends[last]:
+            gaps.append(Gap(rank, free, links[-1], None, None, rank))
+        elif last is not None and ends[last] - free > _ROUNDING * ends[last]:
             add_gap(rank, free, ends[last], None, last, 0.0)
     return tuple(gaps)
