@@ -15,10 +15,10 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
 import torch
+from published import summary
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -177,14 +177,9 @@ def error_of(run: Run, simulation: Simulation) -> float:
     return run.step_s / simulation.seconds - 1
 
 
-def summary(title: str, errors: list[float]) -> str:
-    worst = max(errors, key=abs)
-    return f"| {title} | {len(errors)} | {median(map(abs, errors)):.1%} | {mean(errors):+.1%} | {worst:+.1%} |"
-
-
 def write(results: list[tuple[Run, Simulation]], others: list[Run]) -> None:
     errors = [(run, error_of(run, simulation)) for run, simulation in results]
-    held = [(run, first_rank_gb(simulation) / run.memory_GB - 1) for run, simulation in results if run.memory_GB]
+    of_memory = [(run, first_rank_gb(simulation) / run.memory_GB - 1) for run, simulation in results if run.memory_GB]
     lines = [
         "# Steps on clusters that others published, predicted",
         "",
@@ -203,7 +198,7 @@ def write(results: list[tuple[Run, Simulation]], others: list[Run]) -> None:
     for title, has_experts in (("dense", False), ("experts", True)):
         its = [error for run, error in in_blocks if (run.ep is not None) == has_experts]
         lines.append(summary(f"{title}, MXFP8, as float8 by tensor", its))
-    lines.append(summary("memory", [error for _, error in held]))
+    lines.append(summary("memory", [error for _, error in of_memory]))
     lines += ["", "| run | published s | predicted s | error | exposed s | memory GB: published / predicted |"]
     lines.append("|---|---|---|---|---|---|")
     for (run, simulation), (_, error) in zip(results, errors, strict=True):

@@ -31,7 +31,7 @@ from meshweave.errors import MeshweaveError, PlanError
 from meshweave.ir.graph import PARTS, StepGraph, copied_graph, origin_of
 from meshweave.ir.liveness import peak_bytes
 from meshweave.ir.mesh import Mesh
-from meshweave.passes import Decompose, PassList, Prefetch, Recompute, pass_list_of
+from meshweave.passes import PassList, Prefetch, Recompute, pass_list_of
 from meshweave.passes.options import PassesArgument
 from meshweave.pipeline import PipelineArgument, PipelineChoice
 from meshweave.place.plan_text import plan_of
@@ -223,7 +223,7 @@ class Study:
         """Whether the step has so many equal layers that building few of them is worth it, and nothing that looks at
         all of them together."""
         passes, layers = question.pass_list, self._layers
-        is_regular = all(isinstance(each, Recompute | Prefetch | Decompose) for each in passes.passes)
+        is_regular = all(isinstance(each, Recompute | Prefetch) for each in passes.passes)
         if layers is None or not is_regular or passes.memory_cap_bytes is not None:
             return False
         if question.options.pipeline is not None:

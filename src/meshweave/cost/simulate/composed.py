@@ -248,11 +248,7 @@ def compose(
     schedule = make_schedule(StageTimes(forward, backward, weight, tuple(comm)))
     times = _times(schedule, stages, comm, habits)
     ranks = _ranks_of(schedule)
-    ends = [
-        max((action.end_s for action in own), default=links)
-        for own, links in zip(times.of_rank, times.links_s, strict=True)
-    ]
-    ends = list(map(max, ends, times.links_s))
+    ends = [max([links, *(a.end_s for a in own)]) for own, links in zip(times.of_rank, times.links_s, strict=True)]
     own_stages = [[stages[number] for number in numbers] for numbers in ranks]
     totals = [end + sum(s.total for s in own) for end, own in zip(ends, own_stages, strict=True)]
     seconds = max(totals) + max(sum(s.update for s in own) for own in own_stages)

@@ -132,7 +132,12 @@ class _TaskLowering:
         self.ranges = [(min(stream, default=0), max(stream, default=0)) for stream in streams]
         if self.is_blocking():
             self.following = {task: after for stream in streams for task, after in pairwise(stream)}
-        roles = tuple(replace(role, tasks=tuple(stream)) for role, stream in zip(self.roles, streams, strict=True))
+        copies = self.profile.matmul.float8_copies
+        values = [narrow.in_memory(copies) for narrow in self.narrow] or [role.local for role in self.roles]
+        roles = tuple(
+            replace(role, tasks=tuple(stream), local=local)
+            for role, stream, local in zip(self.roles, streams, values, strict=True)
+        )
         names = [f"compute {i}" if len(self.graphs) > 1 else "compute" for i in range(len(self.graphs))]
         lines: dict[Any, list[tuple[int, Channel, Starts]]] = {}
         for channel, numbered in match_roles(self.graphs, [self.starts(stream) for stream in streams]).table.items():
@@ -148,11 +153,10 @@ class _TaskLowering:
         graph = TaskGraph(
             tuple(map(tuple, streams)), tuple(tuple(dict.fromkeys(n)) for n in self.needs), (0,) * len(self.tasks)
         )
-        stored = [its.in_memory(self.profile.matmul.float8_copies) for its in self.narrow]
         return Tasks(
             graph=graph,
             tasks=tuple(self.tasks),
-            roles=tuple(map(_with_values, roles, stored)) if stored else roles,
+            roles=roles,
             streams=tuple(names),
             flat=tuple(self.flat),
         )
@@ -313,7 +317,7 @@ class _TaskLowering:
         wait, its = self.waits.get(start), self.roles[role]
         begin, end = self.ranges[role]
         node = self.tasks[start].node
-        if wait is None or not begin < start <= wait < end - 2 or is_of_parameter(node, its.role):
+        if wait is None or not begin < start <= wait < end - 2:
             return None
         if node.target is ALL_GATHER.op:
             number, storages = wait + 1, its.storages_written(self.tasks[wait])
@@ -325,7 +329,8 @@ class _TaskLowering:
             return None
         kernel = self.tasks[number].kernel
         is_matmul = kernel is not None and any(isinstance(work, Matmul) for work in kernel.works)
-        return number if is_fed and is_matmul and number > begin else None
+        is_beside = is_fed and is_matmul and number > begin and not is_of_parameter(node, its.role)
+        return number if is_beside else None
 
     def copy(self, bucket: Sequence[tuple[Channel, Starts]]) -> int:
         """The task of a transfer, or of the merged collectives of a bucket."""
@@ -458,10 +463,6 @@ class _TaskLowering:
             group=",".join(channel.axes),
             received=received,
         )
-
-
-def _with_values(role: RoleTasks, local: Local) -> RoleTasks:
-    return replace(role, local=local)
 
 
 def _name_of(item: Kernel | fx.Node) -> str:

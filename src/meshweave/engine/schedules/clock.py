@@ -156,10 +156,7 @@ def pipeline_times(
     Each rank runs its actions in order, each as soon as it can. Gathers and reductions that are not stated, and what a
     runtime adds, take no time. Raises PlanError if the schedule is not valid (`prove_schedule`), or for times that do
     not fit it."""
-    if not 0 < overlapped < float("inf"):
-        raise PlanError(
-            "a pair that is scheduled as one takes a share of its parts' time", got=f"overlapped={overlapped}"
-        )
+    _check_options(overlapped, synchronous, bool(gathers or reductions))
     prove_schedule(schedule)
     lowered = lower_schedule(schedule)
     times = stage_times(schedule.num_stages, F, B, W, comm)
@@ -167,12 +164,10 @@ def pipeline_times(
     latency = [0.0 if blocking_messages else comm for comm in times.comm]
     needs = [[(n.task, 0.0 if n.hop is None else latency[n.hop]) for n in row] for row in lowered.needs]
     receives, sends = _seconds_of_messages(lowered, schedule, times if blocking_messages else None)
-    if not synchronous and (gathers or reductions):
-        raise PlanError("gathers and reductions belong to a step with a synchronous optimizer", got="synchronous=False")
-    stated = [
-        per_stage(name, its, len(times.forward)) for name, its in (("gathers", gathers), ("reductions", reductions))
+    own = [
+        per_stage(name, its, schedule.num_stages) for name, its in (("gathers", gathers), ("reductions", reductions))
     ]
-    links = _Links.of(lowered, needs, *stated)
+    links = _Links.of(lowered, needs, *own)
     orders, durations = (*lowered.orders, *links.orders), [*map(add, receives, seconds), *links.seconds]
     begins, ends, _ = run_tasks(orders, links.needs, durations, [*sends, *[0.0] * len(links.seconds)])
     of_links = tuple(max((ends[task] for task in order), default=0.0) for order in links.orders)
@@ -197,6 +192,15 @@ def pipeline_times(
     )
 
 
+def _check_options(overlapped: float, synchronous: bool, has_links: bool) -> None:
+    if not 0 < overlapped < float("inf"):
+        raise PlanError(
+            "a pair that is scheduled as one takes a share of its parts' time", got=f"overlapped={overlapped}"
+        )
+    if has_links and not synchronous:
+        raise PlanError("gathers and reductions belong to a step with a synchronous optimizer", got="synchronous=False")
+
+
 @dataclass(frozen=True, slots=True)
 class _Links:
     """The gathers and reductions of stages as tasks, numbered behind those of the schedule: their seconds, their order
@@ -209,8 +213,8 @@ class _Links:
 
     @staticmethod
     def of(lowered: LoweredSchedule, needs: Needs, gathers: Sequence[float], reductions: Sequence[float]) -> _Links:
-        known, taken, orders = [list(row) for row in needs], list[float](), list[tuple[int, ...]]()
-        waiting = dict[int, int]()
+        all_needs, seconds, orders = [list(row) for row in needs], list[float](), list[tuple[int, ...]]()
+        gather_of = dict[int, int]()
         for order in lowered.orders:
             first, last, own = dict[int, int](), dict[int, int](), list[int]()
             for task in order:
@@ -220,17 +224,17 @@ class _Links:
                     elif kind in ("backward", "weight"):
                         last[stage] = task
             for stage, task in first.items():
-                known[task].append((len(known), 0.0))
-                waiting |= {task: len(known)} if gathers[stage] else {}
-                own.append(len(known))
-                known.append([])
-                taken.append(gathers[stage])
+                all_needs[task].append((len(all_needs), 0.0))
+                gather_of |= {task: len(all_needs)} if gathers[stage] else {}
+                own.append(len(all_needs))
+                all_needs.append([])
+                seconds.append(gathers[stage])
             for stage, task in sorted(last.items(), key=lambda item: item[1]):
-                own.append(len(known))
-                known.append([(task, 0.0)])
-                taken.append(reductions[stage])
+                own.append(len(all_needs))
+                all_needs.append([(task, 0.0)])
+                seconds.append(reductions[stage])
             orders.append(tuple(own))
-        return _Links(tuple(taken), tuple(orders), known, waiting)
+        return _Links(tuple(seconds), tuple(orders), all_needs, gather_of)
 
 
 def _seconds_of_tasks(
