@@ -74,3 +74,29 @@ def test_another_batch_of_the_same_shape_is_the_same_question(monkeypatch):
     assert results[0].seconds == results[1].seconds
     assert "stages follow schedule 1f1b" in results[0].notes
     assert stages.count("capture") == 1
+
+
+def test_gathers_beside_the_stages_are_exposed_only_where_a_rank_waits_for_them(monkeypatch):
+    monkeypatch.setattr(study, "_WORTH_OF_PIPELINE", 1)
+    config = AutoConfig.for_model(
+        "llama", num_hidden_layers=12, hidden_size=1024, intermediate_size=2816, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=4000, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ids = torch.empty(2 * 32, 1024, dtype=torch.long, device="meta")
+    questions = mw.Study(model, loss=lambda output, _: output.loss, optimizer=torch.optim.AdamW(model.parameters()))
+    result = questions.simulate(
+        {"input_ids": ids, "labels": ids},
+        mesh="pp=4,dp=2",
+        plan="zero1:dp+stages:pp",
+        profile="h100",
+        framework="megatron",
+        accumulate=32,
+        pipeline="1f1b",
+        precision=torch.bfloat16,
+    )
+    for role in result.roles:
+        assert role.compute_seconds + role.exposed_seconds + role.idle_seconds == pytest.approx(result.seconds)
+    first, *between, last = (role.exposed_seconds for role in result.roles)
+    assert 0 < max(between) < min(first, last)  # embedding first, head last: nothing hides their gather and reduction

@@ -30,8 +30,8 @@ class StageFigures:
     """What a stage takes, in seconds: of a microbatch in `forward`, `backward` (its input part where it is split) and
     `weight`; `first` and `last`: how much longer the first forward and the last backward take with what is exposed of
     gathers and reductions, which take `gather` and `reduction` of the links; `total` and `update` at the end of a step.
-    `exposed` of a microbatch, `exposed_once` of a step are what of these is communication, `communication` is all of a
-    microbatch.
+    What of these is exposed communication: `exposed` of a microbatch, `exposed_ends` of `first` and `last`,
+    `exposed_after` of `total` and `update`; `communication` is all of a microbatch.
 
     And what it holds, in bytes: `activation` of a microbatch from forward to backward, `persistent` all the time,
     `during` all microbatches beside their activations, and `at_update` at the end."""
@@ -46,7 +46,8 @@ class StageFigures:
     total: float = 0.0
     update: float = 0.0
     exposed: float = 0.0
-    exposed_once: float = 0.0
+    exposed_ends: float = 0.0
+    exposed_after: float = 0.0
     communication: float = 0.0
     activation: float = 0.0
     persistent: float = 0.0
@@ -174,7 +175,8 @@ class _StageReader:
             total=_seconds(self.of("total")),
             update=_seconds(self.of("update")),
             exposed=_exposed(steady),
-            exposed_once=_exposed(ends) - _exposed(steady) + _exposed(at_end),
+            exposed_ends=_exposed(ends) - _exposed(steady),
+            exposed_after=_exposed(at_end),
             communication=sum(span.seconds for span in steady if span.kind == "collective"),
             activation=activation,
             persistent=float(self.role.persistent_bytes),
@@ -253,10 +255,12 @@ def compose(
     totals = [end + sum(s.total for s in own) for end, own in zip(ends, own_stages, strict=True)]
     seconds = max(totals) + max(sum(s.update for s in own) for own in own_stages)
     stored = peak_activations(schedule, ActivationMemory([s.activation for s in stages]))
-    roles = [
-        _role(parts, own, number, (len(sizes), schedule.num_microbatches, seconds), stored[number], devices[number])
-        for number, own in enumerate(zip(ranks, own_stages, strict=True))
-    ]
+    waits = _waits_for_links(times)
+    roles = []
+    for number, own in enumerate(zip(ranks, own_stages, strict=True)):
+        beside = _beside_microbatches(own[1], waits[number] if habits.gathers_ahead else None)
+        of_step = len(sizes), schedule.num_microbatches, seconds
+        roles.append(_role(parts, own, (number, devices[number]), of_step, beside, stored[number]))
     room = short.memory_bytes
     assert room is not None
     about_memory = memory_notes(short.roles, room)
@@ -303,17 +307,41 @@ def _ranks_of(schedule: Schedule) -> list[list[int]]:
     return [sorted({action.stage for action in actions}) for actions in schedule.of_role]
 
 
+def _waits_for_links(times: PipelineTimes) -> list[float]:
+    """Seconds that each rank waits for its gathers before an action, and for its reductions behind the last one."""
+    waits = [
+        max(0.0, links - max((timed.end_s for timed in own), default=0.0))
+        for own, links in zip(times.of_rank, times.links_s, strict=True)
+    ]
+    for gap in times.gaps:
+        if gap.source is None and gap.before is not None:
+            waits[gap.rank] += gap.end_s - gap.begin_s
+    return waits
+
+
+def _beside_microbatches(stages: Sequence[StageFigures], waits: float | None) -> tuple[float, float]:
+    """Seconds of a rank beside its microbatches, and how much of them is exposed communication. `waits`: for gathers
+    and reductions that run beside the stages; None: they run within the first forward and the last backward."""
+
+    def total(*names: str) -> float:
+        return sum(getattr(stage, name) for stage in stages for name in names)
+
+    busy, exposed = (total("first", "last"), total("exposed_ends")) if waits is None else (waits, waits)
+    return busy + total("total", "update"), max(0.0, exposed + total("exposed_after"))
+
+
 def _role(
     parts: ShortPipeline,
     own: tuple[Sequence[int], Sequence[StageFigures]],
-    index: int,
+    place: tuple[int, Sequence[int]],
     of_step: tuple[int, int, float],
+    beside: tuple[float, float],
     stored: float,
-    devices: Sequence[int],
 ) -> RoleResult:
-    """A rank: the numbers and figures of its stages. `of_step`: the numbers of stages and microbatches, and the seconds
-    of the step. `stored`: bytes of activations at most."""
-    (numbers, stages), (num_stages, microbatches, seconds) = own, of_step
+    """A rank: the numbers and figures of its stages. `place`: its number and devices. `of_step`: the numbers of stages
+    and microbatches, and the seconds of the step. `beside`: see `_beside_microbatches`. `stored`: bytes of activations
+    at most."""
+    (numbers, stages), (num_stages, microbatches, seconds), (index, devices) = own, of_step, place
     ends = {0: 0, num_stages - 1: 2}
     places = [ends.get(number, 1) for number in numbers]
     moment, fragments = (max(figures[place] for place in places) for figures in (parts.moment, parts.fragments))
@@ -322,8 +350,8 @@ def _role(
         return sum(getattr(stage, name) for stage in stages)
 
     per_microbatch = total("forward") + total("backward") + total("weight")
-    busy = microbatches * per_microbatch + sum(total(name) for name in ("first", "last", "total", "update"))
-    exposed = microbatches * total("exposed") + max(0.0, total("exposed_once"))
+    busy = microbatches * per_microbatch + beside[0]
+    exposed = microbatches * total("exposed") + beside[1]
     passing, persistent = total("during") + stored + moment, total("persistent")
     peak = round(max(passing, total("at_update")))
     tensors: list[tuple[str, str, float]] = [
@@ -336,7 +364,7 @@ def _role(
         index=index,
         devices=tuple(devices),
         compute_seconds=busy - exposed,
-        communication_seconds=microbatches * total("communication") + max(0.0, total("exposed_once")),
+        communication_seconds=microbatches * total("communication") + beside[1],
         exposed_seconds=exposed,
         idle_seconds=max(0.0, seconds - busy),
         peak_bytes=peak,
