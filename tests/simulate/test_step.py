@@ -55,6 +55,14 @@ def test_totals_add_up(program: Program) -> None:
     assert all(s.line for s in found.spans if s.phase == "forward")
 
 
+def test_its_text_is_a_few_lines_of_totals(program: Program) -> None:
+    found = simulate(program, "h100")
+    assert f"step {found.seconds:.4g} s" in str(found)
+    assert "fits" in str(found)
+    assert len(str(found)) < 2000
+    assert len(repr(found)) < 2000
+
+
 def test_equal_inputs_give_equal_bytes(program: Program) -> None:
     one, two = (json.dumps(asdict(simulate(p, "h100"))) for p in (program, compiled("fsdp=2,tp=2")))
     assert one == two

@@ -97,8 +97,9 @@ class RoleResult:
     peak_at: float
     reserved_bytes: int  # what PyTorch's caching allocator has reserved by then, fragments included
     persistent_bytes: int  # parameters, optimizer state, buffers
-    at_peak: tuple[LiveTensor, ...] = ()  # all of them, those with the most bytes first
-    memory: tuple[tuple[float, int], ...] = ()
+    # all of them, those with the most bytes first
+    at_peak: tuple[LiveTensor, ...] = field(default=(), repr=False)
+    memory: tuple[tuple[float, int], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class Simulation:
     fit. `tokens` per step. `schedule` is the name of a pipeline's; "" for stages that run one after the other."""
 
     seconds: float
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = field(repr=False)
     roles: tuple[RoleResult, ...]
     streams: tuple[str, ...]
     mesh: str
@@ -162,6 +163,20 @@ class Simulation:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         return self.tokens / self.seconds / self.num_devices if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        """The totals and notes, a few lines."""
+        room = f" of {self.memory_bytes / 1e9:.3g}" if self.memory_bytes else ""
+        fit = {"yes": "fits", "may": "may fit", "no": self.verdict_text}[self.fit]
+        share = f", MFU {self.mfu:.1%}" if self.mfu is not None else ""
+        throughput = f", {self.tokens_per_s_per_gpu:,.0f} tokens/s per device{share}" if self.tokens else share
+        lines = [
+            f"step {self.seconds:.4g} s, {self.exposed_seconds:.3g} s of communication exposed{throughput}",
+            f"peak {self.peak_bytes / 1e9:.3g}{room} GB: {fit}",
+            f"{self.source} on {self.profile}, {self.num_devices} devices, mesh {self.mesh}",
+            *self.notes,
+        ]
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """The totals, as `--json` prints them."""
