@@ -22,18 +22,22 @@ AUTOCAST_BOUND = 6e-2
 
 @dataclass
 class Trained:
-    """What a training run leaves behind: losses, gradients of the last step, parameters, buffers, the clip norm."""
+    """What a training run leaves behind: losses, gradients of the last step, parameters, buffers, the clip norm.
+    `in_parts`: into how many batches of its own a batch was cut: one, unless something couples microbatches."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    in_parts: int = 1
 
 
-def eagerly(program: Program, linear: type[nn.Linear] = nn.Linear) -> Trained:
-    """The program in plain PyTorch on one device, with another class in place of nn.Linear where that is asked for."""
+def eagerly(program: Program, in_parts: int | None = None, linear: type[nn.Linear] = nn.Linear) -> Trained:
+    """The program in plain PyTorch on one device, each batch in so many microbatches (default: the program's), with
+    another class in place of nn.Linear where that is asked for."""
     settings, found = program.settings, Trained()
+    in_parts = settings.accumulate if in_parts is None else in_parts
     model = copy.deepcopy(program.model)
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -44,12 +48,12 @@ def eagerly(program: Program, linear: type[nn.Linear] = nn.Linear) -> Trained:
     for batch in program.batches:
         model.zero_grad(set_to_none=True)
         total = 0.0
-        for micro in _micros(batch, settings.accumulate):
+        for micro in _micros(batch, in_parts):
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None, cache_enabled=False):
                 out = model(micro["x"] if isinstance(micro, dict) else micro[0])
                 value = loss(out, micro)
-            (value / settings.accumulate).backward()
-            total += value.item() / settings.accumulate
+            (value / in_parts).backward()
+            total += value.item() / in_parts
         found.losses.append(total)
         found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         if "clip_grad_norm" in settings.options:
@@ -100,6 +104,7 @@ def compiled(program: Program) -> Trained:
     if optimizer is None or "run" in settings.options:
         found.gradients = step.gradients()
     found.parameters, found.buffers = step.parameters(), step.buffers()
+    found.in_parts = settings.accumulate if step.program.coupling else 1
     return found
 
 

@@ -33,8 +33,11 @@ Masks = list[dict[str, Tensor]]  # of each step, by the buffer that has them
 
 @dataclass
 class Trained:
+    """`in_parts`: into how many batches of its own a batch was cut: one, unless something couples microbatches."""
+
     losses: list[float]
     tensors: dict[str, Tensor]
+    in_parts: int = 1
 
 
 def compiled(program: Program) -> tuple[Trained, Masks]:
@@ -56,14 +59,22 @@ def compiled(program: Program) -> tuple[Trained, Masks]:
         masks.append({n: v.clone() for n, v in step.buffers().items() if n.endswith("masks")})
         if schedule:
             schedule.step()
-    return Trained(losses, {**step.parameters(), **step.buffers()}), masks
+    in_parts = program.accumulate if step.program.coupling else 1
+    return Trained(losses, {**step.parameters(), **step.buffers()}, in_parts), masks
 
 
 def eagerly(
-    program: Program, masks: Masks | None = None, *, nudge: float = 0.0, linear: type[nn.Linear] = nn.Linear
+    program: Program,
+    masks: Masks | None = None,
+    *,
+    in_parts: int | None = None,
+    nudge: float = 0.0,
+    linear: type[nn.Linear] = nn.Linear,
 ) -> Trained:
-    """In plain PyTorch on one device, with those masks of dropout or its own, from parameters that are off by a share
-    `nudge`, with another class in place of nn.Linear where that is asked for."""
+    """In plain PyTorch on one device, each batch in so many microbatches (default: the program's), with those masks of
+    dropout or its own, from parameters that are off by a share `nudge`, with another class in place of nn.Linear where
+    that is asked for."""
+    in_parts = program.accumulate if in_parts is None else in_parts
     model = copy.deepcopy(program.model)
     for module in model.modules():
         if type(module) in LINEARS and linear is not nn.Linear:
@@ -82,12 +93,12 @@ def eagerly(
     for batch in program.data:
         optimizer.zero_grad()
         total = 0.0
-        for i in range(program.accumulate):
-            micro = {k: v.chunk(program.accumulate)[i] for k, v in batch.items()}
+        for i in range(in_parts):
+            micro = {k: v.chunk(in_parts)[i] for k, v in batch.items()}
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None, cache_enabled=False):
                 value = program.loss(model(micro["ids"], micro["x"], micro["mask"]), micro)
-            (value / program.accumulate).backward()
-            total += value.item() / program.accumulate
+            (value / in_parts).backward()
+            total += value.item() / in_parts
         if "clip_grad_norm" in program.options:
             nn.utils.clip_grad_norm_(model.parameters(), program.options["clip_grad_norm"])
         optimizer.step()
@@ -116,13 +127,14 @@ def errors(got: Trained, want: Trained) -> dict[str, float]:
 def differences(program: Program, got: Trained, masks: Masks) -> list[str]:
     """What is off from eager PyTorch by more than the bound: under autocast also from PyTorch with the only rounding
     that is known, else also by more than rounding the parameters moves PyTorch itself."""
-    is_coarse, want = "precision" in program.options, eagerly(program, masks)
+    parts = got.in_parts
+    is_coarse, want = "precision" in program.options, eagerly(program, masks, in_parts=parts)
     bound = AUTOCAST_BOUND if is_coarse else BOUNDS[program.dtype]
     off = beyond(errors(got, want), bound)
     if off and is_coarse:
-        off = beyond(errors(got, eagerly(program, masks, linear=RoundsFirst)), bound)
+        off = beyond(errors(got, eagerly(program, masks, in_parts=parts, linear=RoundsFirst)), bound)
     elif off:
-        moved = errors(eagerly(program, masks, nudge=torch.finfo(program.dtype).eps), want)
+        moved = errors(eagerly(program, masks, in_parts=parts, nudge=torch.finfo(program.dtype).eps), want)
         off = {name: error for name, error in off.items() if not error <= MOST_MOVED * moved.get(name, 0.0)}
     return [f"{name}: off by {error:.3g}" for name, error in off.items()]
 

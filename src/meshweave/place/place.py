@@ -371,7 +371,8 @@ class _Placer:
         named = key_of(node) if node.target in BY_ROWS else ""
         attention = self.placement.attention
         uses = self._uses(node) if any(parts) else ()
-        proposed += tuple(layout for layout in uses if layout.mesh == mesh and not wanted)
+        if uses and not wanted and self._has_parameter_shape(results_of(node)[0]):
+            proposed += tuple(layout for layout in uses if layout.mesh == mesh)
         used = frozenset(axis for layout in uses for dim in layout.dims for axis in dim.axes)
         once = (self.sums.where, self.sums.microbatches, parts, used) if any(parts) else None
         fixed = (node.target, str(map_nodes(node, lambda n: None)), node.meta["spec"], mesh, named, attention, once)
@@ -388,6 +389,11 @@ class _Placer:
         """The layouts in which parameters are used whose gradients a node computes, or parts of them."""
         names = (self.sums.names[result] for result in results_of(node) if result in self.sums.names)
         return tuple(dict.fromkeys(self.placement.used[name] for name in names))
+
+    def _has_parameter_shape(self, value: fx.Node) -> bool:
+        """Whether a part of a gradient has the dims of its parameter: casts and views may be between them."""
+        name = self.sums.names.get(value)
+        return name is not None and spec_of(self.step.results["acc", name]).shape == spec_of(value).shape
 
     def _layout_of(self, node: fx.Node) -> Layout | None:
         return self.copies[node][0].layout if node in self.copies else None
