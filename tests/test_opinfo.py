@@ -47,8 +47,6 @@ REFUSED = {
     "nn.functional.fractional_max_pool2d": "no sharding rule for aten.fractional_max_pool2d",
     "nn.functional.fractional_max_pool3d": "no sharding rule for aten.fractional_max_pool3d",
     "nn.functional.gaussian_nll_loss": CONTROL,
-    "nn.functional.linear_cross_entropy.chunked": "no sharding rule for torch_nn._linear_cross_entropy_batch_chunked",
-    "nn.functional.linear_cross_entropy.chunked_none": "no sharding rule for torch_nn._linear_cross_entropy_batch",
     "nn.functional.multilabel_margin_loss": "no sharding rule for aten.multilabel_margin_loss_forward",
     "nonzero": DATA,
     "repeat_interleave": DATA,  # with a tensor of repeats

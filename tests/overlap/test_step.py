@@ -135,7 +135,7 @@ def test_roles_keep_the_order_of_what_they_meet_in() -> None:
         shared = tasks_of(roles, H100).shared
         return [[(n.target, str(n.args[-1])) for n in starts(role) if n in shared] for role in roles]
 
-    assert all(len(row) > 3 for row in met(before))
+    assert all(len(row) >= 3 for row in met(before))
     assert met(after) == met(before)
 
 
