@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import meshweave as mw
+from meshweave.ir.graph import origin_of
 
 Batch = dict[str, Any]
 ROWS, CLASSES = 8, 4
@@ -242,3 +245,42 @@ def test_a_loss_in_fewer_bits_is_the_sum_of_those_of_microbatches(
 
     assert losses(4) == pytest.approx(losses(1), rel=2 * torch.finfo(dtype).eps)
     assert not caplog.records
+
+
+class Recomputed(nn.Module):
+    """Blocks whose backward computes their forward, and so the casts of their parameters, again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("passes", ["prefetch=1", "keep"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_that_a_recomputed_block_casts_again_is_one_value(passes: str, accumulate: int) -> None:
+    torch.manual_seed(0)
+    model, example = Recomputed(), {"x": torch.randn(8, 8)}
+    losses = []
+    for mesh, how in (("", ""), ("fsdp=2", passes)):
+        own = copy.deepcopy(model)
+        step = mw.compile(
+            own,
+            loss=lambda out, _: out.float().square().mean(),
+            example=example,
+            optimizer=torch.optim.SGD(own.parameters(), lr=0.1),
+            mesh=mesh,
+            accumulate=accumulate,
+            precision=torch.bfloat16,
+            passes=how or None,
+            profile="h100",
+        )
+        losses.append([float(step(example)) for _ in range(3)])
+        casts = [n for n in step.program.placed.graph.nodes if n.target is torch.ops.aten._to_copy.default]
+        prepared = Counter(n.args[0] for n in casts if origin_of(n).phase == "prepare")
+        assert all(count == 1 for count in prepared.values())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)

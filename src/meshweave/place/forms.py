@@ -3,13 +3,13 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from meshweave.ir.graph import Input, Spec, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import Input, Spec, map_nodes, origin_of, spec_of, tensor_inputs
 from meshweave.ir.layout import Layout
 from meshweave.ir.traits import CASTS, FACTORIES, RANDOM, VIEWS, is_pointwise
 from meshweave.ops.registry import row_for
@@ -49,6 +49,7 @@ class Forms:
     on_demand: dict[fx.Node, bool] = field(default_factory=dict)
     random: dict[fx.Node, bool] = field(default_factory=dict)
     of_parameter: dict[fx.Node, bool] = field(default_factory=dict)
+    firsts: dict[Hashable, fx.Node] = field(default_factory=dict)  # by what a form of a parameter is computed from
 
     def is_created_on_demand(self, node: fx.Node) -> bool:
         """Whether a value has no tensor inputs, or is pointwise of such values and scalars: any piece of it can be
@@ -89,6 +90,13 @@ class Forms:
         """Whether a form of a parameter is computed in the layout in which the parameter is stored: cast, but not
         viewed."""
         return node.op == "placeholder" or (node.target in CASTS and self.is_stored(tensor_inputs(node)[0]))
+
+    def first_of(self, node: fx.Node) -> fx.Node:
+        """The first node that computes the same form of a parameter: a block that is recomputed casts it again."""
+        if node.op == "placeholder":
+            return node
+        args, kwargs = map_nodes(node, lambda n: ("first", self.first_of(n).name))
+        return self.firsts.setdefault((node.target, repr(args), repr(sorted(kwargs.items()))), node)
 
     def parameter(self, node: fx.Node) -> fx.Node:
         """The input that a form of a parameter comes from."""

@@ -138,7 +138,7 @@ class _Placer:
     decided: dict[Any, Assignment] = field(default_factory=dict)
     due: dict[fx.Node, list[tuple[Layout, str]]] = field(default_factory=dict)  # outputs moved right after their op
     stored: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
-    used: dict[tuple[fx.Node, str], Copy] = field(default_factory=dict)
+    used: dict[tuple[fx.Node, str, int], Copy] = field(default_factory=dict)  # the stage is of what uses it
     abroad: dict[tuple[fx.Node, str, str], Copy] = field(default_factory=dict)
     pinned: PinnedAxes = field(default_factory=PinnedAxes)
     forms: Forms = field(init=False)
@@ -205,6 +205,7 @@ class _Placer:
         """The parameter, cast where the graph casts it, in its stored layout."""
         if node.op == "placeholder":
             return self.copies[node][0]
+        node = self.forms.first_of(node)
         phase = "prepare" if self.sums.operands and self.placement.casts_once else phase
         key = (node, phase)
         if key not in self.stored:
@@ -217,7 +218,7 @@ class _Placer:
         """The parameter in the form that `phase` uses: gathered, then viewed."""
         if self.forms.name(node) in self.placement.kept:
             phase = "prepare" if self.sums.operands else "forward"
-        key = (node, phase)
+        key = (self.forms.first_of(node), phase, origin_of(node).stage)
         if key in self.used:
             return self.used[key]
         if self.forms.is_stored(node):
@@ -390,10 +391,11 @@ class _Placer:
         names = (self.sums.names[result] for result in results_of(node) if result in self.sums.names)
         return tuple(dict.fromkeys(self.placement.used[name] for name in names))
 
-    def _has_parameter_shape(self, value: fx.Node) -> bool:
+    def _has_parameter_shape(self, part: fx.Node | None) -> bool:
         """Whether a part of a gradient has the dims of its parameter: casts and views may be between them."""
-        name = self.sums.names.get(value)
-        return name is not None and spec_of(self.step.results["acc", name]).shape == spec_of(value).shape
+        if part is None or part not in self.sums.names:
+            return False
+        return spec_of(self.step.results["acc", self.sums.names[part]]).shape == spec_of(part).shape
 
     def _layout_of(self, node: fx.Node) -> Layout | None:
         return self.copies[node][0].layout if node in self.copies else None
