@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError, StepError
-from meshweave.runtime import hub, process_groups, watch
+from meshweave.runtime import coordinator, process_groups, watch
 from meshweave.runtime import rows as rows_module
 from meshweave.runtime.cluster import shutdown
-from meshweave.runtime.hub import different_calls
+from meshweave.runtime.coordinator import different_calls
 from meshweave.runtime.process_groups import ClusterCommunicator
 from meshweave.runtime.rows import ALWAYS_FIRST
 
@@ -36,7 +36,7 @@ SECONDS = 60.0  # on a machine with other work; on a quiet one under 10 s
 
 def be_impatient() -> None:
     """Ranks wait a quarter of the time that they do wait: for others, before they post a call, and after a failure."""
-    hub.GRACE = watch.GRACE = 0.5  # type: ignore[misc]
+    coordinator.GRACE = watch.GRACE = 0.5  # type: ignore[misc]
     watch.STUCK, watch.LOCKSTEP, watch._LOOK = 1.0, 0.5, 0.25  # type: ignore[misc]
 
 

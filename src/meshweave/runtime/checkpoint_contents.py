@@ -25,7 +25,7 @@ from meshweave.runtime.state import State
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
+class CheckpointContents:
     """Checkpoints of a model whose tensors are bound to a state, and of its optimizer.
 
     Tensors are named `param/NAME`, `buffer/NAME` and `state/SLOT/NAME`. A parameter that has taken no step has no
