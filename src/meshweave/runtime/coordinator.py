@@ -1,5 +1,5 @@
-"""The coordinator of a job, a thread of rank 0: it gathers small values of all ranks, compares their calls, and declares
-which failure was the first. The other side of every connection is `runtime/watch.py`.
+"""The coordinator of a job, a thread of rank 0: it gathers small values of all ranks, compares their calls, and
+declares which failure was the first. The other side of every connection is `runtime/watch.py`.
 
 Every rank has a connection to it. The kernel of a process closes that connection when the process ends, however it
 ends, and keeps it as long as the process lives: a process that is slow, stopped, or owns the interpreter lock is not
