@@ -26,7 +26,7 @@ from meshweave.microbatches import MicrobatchStep, capture_microbatch
 from meshweave.optimize.batch_split.blocks import in_blocks
 from meshweave.optimize.batch_split.captured import by_expert, share_ends
 from meshweave.optimize.overlap.decide import NoOrderError
-from meshweave.optimize.overlap.order import without_collector
+from meshweave.optimize.overlap.driver import without_collector
 from meshweave.optimize.prefetch import delay_gradient_waits, gather_once
 from meshweave.passes import CapturedProgram, PassList, Recompute, RingAttention
 from meshweave.passes.optimize import optimize

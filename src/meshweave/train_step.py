@@ -37,7 +37,7 @@ from meshweave.runtime.weight_files import WeightFiles
 from meshweave.variants import Build, Variant, Variants, evaluating, rows_check
 
 if TYPE_CHECKING:
-    from meshweave.runtime.saved_state import SavedState
+    from meshweave.runtime.checkpoint_contents import CheckpointContents
 
 _LOG = logging.getLogger("meshweave")
 T = TypeVar("T")
@@ -178,19 +178,19 @@ class CompiledStep:
 
     def save(self, path: str) -> None:
         """Write a checkpoint."""
-        saved = self._saved_state()
+        saved = self._checkpoint_contents()
         saved.save(path, self.session.state, self.session.settings.seed)
 
     def async_save(self, path: str) -> Future[None]:
         """Write a checkpoint of the present state on a thread."""
-        saved, session = self._saved_state(), self.session
+        saved, session = self._checkpoint_contents(), self.session
         begin = partial(saved.async_save, path, session.state, session.settings.seed)
         return session.saves.begin(session.world, begin)
 
     def load(self, path: str) -> None:
         """Continue from a checkpoint."""
         state = self.session.state
-        saved = self._saved_state(is_written=False)
+        saved = self._checkpoint_contents(is_written=False)
         spec = self.numbers.spec if self.numbers is not None else None
         likes = {slot: x for kind in spec.kinds for slot, x in kind.kept.items()} if spec is not None else {}
         saved.load(path, state, self.session.settings.seed, likes)
@@ -198,16 +198,16 @@ class CompiledStep:
         self.take_over()
         state.num_steps = num_steps
 
-    def _saved_state(self, is_written: bool = True) -> SavedState:
+    def _checkpoint_contents(self, is_written: bool = True) -> CheckpointContents:
         """What a checkpoint contains, after the previous one is written."""
-        from meshweave.runtime.saved_state import SavedState  # slow to import, and few programs need it
+        from meshweave.runtime.checkpoint_contents import CheckpointContents  # slow to import, and few programs need it
 
         self.session.saves.wait(self.session.world)
         if is_written:
             self.session.bindings.take_over(self.session.state)
             self.take_over()
         spec = self.numbers.spec if self.numbers is not None else None
-        return SavedState(self.session.bindings, self.model, self.optimizer, {} if spec is None else spec.slots)
+        return CheckpointContents(self.session.bindings, self.model, self.optimizer, {} if spec is None else spec.slots)
 
 
 class TrainStep:

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 import meshweave as mw
 from meshweave.errors import MeshweaveError, StepError
-from meshweave.runtime import hub, process_groups, watch
+from meshweave.runtime import coordinator, process_groups, watch
 from meshweave.runtime import rows as rows_module
 from meshweave.runtime.cluster import shutdown
-from meshweave.runtime.hub import different_calls
+from meshweave.runtime.coordinator import different_calls
 from meshweave.runtime.process_groups import ClusterCommunicator
 from meshweave.runtime.rows import ALWAYS_FIRST
 
@@ -36,7 +36,7 @@ SECONDS = 60.0  # on a machine with other work; on a quiet one under 10 s
 
 def be_impatient() -> None:
     """Ranks wait a quarter of the time that they do wait: for others, before they post a call, and after a failure."""
-    hub.GRACE = watch.GRACE = 0.5  # type: ignore[misc]
+    coordinator.GRACE = watch.GRACE = 0.5  # type: ignore[misc]
     watch.STUCK, watch.LOCKSTEP, watch._LOOK = 1.0, 0.5, 0.25  # type: ignore[misc]
 
 
@@ -141,8 +141,8 @@ SCENARIOS: dict[str, tuple[str, Callable[[mw.TrainStep, int], None], tuple[str, 
         ("has ended its script", "call 5", "never, its script has ended after call 4 (step"),
     ),
     "compile": ("dp=2", compile_alone, ("call 3", "rank 0: step", "rank 1: mw.compile")),
-    "eval": ("dp=2", eval_alone, ("rank 0: step at", "rank 1: step in eval mode")),
-    "eval, compiled": ("fsdp=2", eval_compiled_alone, ("rank 0: step at", "rank 1: step in eval mode")),
+    "eval": ("dp=2", eval_alone, ("rank 0: step at tests", "rank 1: step in eval mode at tests")),
+    "eval, compiled": ("fsdp=2", eval_compiled_alone, ("rank 0: step at tests", "rank 1: step in eval mode at tests")),
     "option": (
         "fsdp=2",
         option_alone,

@@ -16,8 +16,8 @@ from torch import Tensor
 import meshweave as mw
 from meshweave.ir.collectives import functional
 from meshweave.runtime import collectives
-from meshweave.runtime.background import INLINE_BYTES
 from meshweave.runtime.cluster import ClusterWorld
+from meshweave.runtime.transfer_threads import INLINE_BYTES
 
 pytestmark = pytest.mark.multiprocess
 

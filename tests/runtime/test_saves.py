@@ -170,6 +170,16 @@ def test_what_is_no_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
     assert beside(tmp_path / "at") == ["at", "other"]
 
 
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_what_no_file_can_have_is_refused(tmp_path: Path, call: str) -> None:
+    step = train_step()
+    step(DATA[0])
+    step.optimizer.state[next(step.model.parameters())]["note"] = object()
+    with pytest.raises(CheckpointError, match=r"cannot be written to a checkpoint\n.*\n  got: 'note' is a object"):
+        getattr(step, call)(str(tmp_path / "at"))
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_load_waits_for_the_save_that_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, path = train_step(), str(tmp_path / "at")
     step(DATA[0])
@@ -242,6 +252,11 @@ def job_async_save(pipe: Connection, folder: str) -> dict[str, Any]:
     step.load(path)
     assert_same(everything(step), before)
     step.async_save(path).result(60)
+    entries = step.optimizer.state[next(step.model.parameters())]
+    if dist.get_rank() == 1:
+        entries["note"] = object()
+    with pytest.raises(CheckpointError, match="optimizer's state cannot be written"):
+        step.save(path)  # also on the other rank, which has nothing strange
     return {"losses": losses}
 
 

@@ -24,8 +24,8 @@ from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.collectives import Group
+from meshweave.runtime.coordinator import names_of_ranks
 from meshweave.runtime.executor import Compiled, Meter
-from meshweave.runtime.hub import names_of_ranks
 from meshweave.runtime.interfaces import World
 from meshweave.runtime.process_groups import TIMEOUT, ClusterCommunicator
 from meshweave.runtime.serial import SerialExecutor

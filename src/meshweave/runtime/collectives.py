@@ -23,8 +23,8 @@ from meshweave.ir.collectives import (
     reduce_in_order,
     rows_of,
 )
-from meshweave.runtime.background import Job, Posted
 from meshweave.runtime.messages import Message, Messages, bytes_of
+from meshweave.runtime.transfer_threads import Job, Posted
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.runtime.background import Background, Job, Posted
+from meshweave.runtime.transfer_threads import Job, Posted, TransferThreads
 
 NUM_TAGS = 1 << 16  # message numbers wrap around; far fewer are in flight at once
 Message = tuple[int, Tensor]  # to or from a rank of the process group; contiguous
@@ -38,7 +38,7 @@ class Messages:
     """
 
     process_group: dist.ProcessGroup
-    background: Background
+    threads: TransferThreads
     num_begun: int = 0
 
     def tag(self) -> int:
@@ -62,7 +62,7 @@ class Messages:
             beside()
             return works
 
-        return (self.background.add(post, sum(x.nbytes for _, x in went)),)
+        return (self.threads.add(post, sum(x.nbytes for _, x in went)),)
 
     def post(self, tag: int, received: Sequence[Message], sent: Sequence[Message]) -> list[Any]:
         """Posts every receive before the sends; both ends omit empty messages. Returns their works."""

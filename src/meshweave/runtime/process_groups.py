@@ -27,11 +27,11 @@ from meshweave.ir.collectives import (
 from meshweave.ir.graph import PARTS, op_name, origin_of
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.rank import RankGraph, Transfer
-from meshweave.runtime.background import Background, wait_all
 from meshweave.runtime.collectives import MOVED, NATIVE, Group, Pending, native_all_reduce_in_place
-from meshweave.runtime.hub import names_of_ranks
+from meshweave.runtime.coordinator import names_of_ranks
 from meshweave.runtime.local import piece_of, receive
 from meshweave.runtime.messages import NUM_TAGS, Messages, bytes_of, dense
+from meshweave.runtime.transfer_threads import TransferThreads, wait_all
 from meshweave.runtime.watch import POLL, ConnectionLost
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class ClusterCommunicator:
     _edges: dict[tuple[tuple[int, ...], tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
     _sent: list[tuple[tuple[Any, ...], tuple[Tensor, ...]]] = field(default_factory=list)  # works with their buffers
     _messages: dict[dist.ProcessGroup, Messages] = field(default_factory=dict)
-    _background: Background = field(default_factory=Background)
+    _threads: TransferThreads = field(default_factory=TransferThreads)
     _graph: RankGraph | None = None  # of `log`
 
     def prepare(self, roles: Sequence[RankGraph], is_pipeline: bool = False) -> None:
@@ -143,7 +143,7 @@ class ClusterCommunicator:
         process_group = self._process_groups.get(ranks)
         if process_group is None or self.is_native:
             return Group(process_group, order, ranks == members)
-        messages = self._messages.setdefault(process_group, Messages(process_group, self._background))
+        messages = self._messages.setdefault(process_group, Messages(process_group, self._threads))
         return Group(process_group, order, ranks == members, messages)
 
     def start(self, graph: RankGraph, node: fx.Node, operand: Any, args: Sequence[Any], is_owned: bool = False) -> Any:
@@ -205,7 +205,7 @@ class ClusterCommunicator:
             others = [(i, group.order[i]) for i in group.others]
             wait_all(messages.post(tag, [(r, results[i]) for i, r in others], [(r, results[own]) for _, r in others]))
 
-        return Pending((self._background.run(second),), (x, whole), lambda: whole.view(x.shape))
+        return Pending((self._threads.run(second),), (x, whole), lambda: whole.view(x.shape))
 
     def transfer(self, entry: Transfer, operand: Tensor | None, tag: int) -> Any:
         """Begin this rank's part of a transfer: it sends from its piece of the source what others need, and receives
@@ -258,7 +258,7 @@ class ClusterCommunicator:
             posts = [dist.P2POp(call, part, peer, group) for call, part, peer in calls]
             return tuple(dist.batch_isend_irecv(posts))
         post = lambda: [call(part, peer, tag=tag) for call, part, peer in calls]  # noqa: E731
-        return (self._background.add(post, num_bytes),)
+        return (self._threads.add(post, num_bytes),)
 
     def permute(self, group: Group, operand: Tensor, to: int | Sequence[int]) -> Any:
         """Begin a permute in this rank's group, of operands of the same shape. The receive is posted before the send;
@@ -409,7 +409,7 @@ class ClusterCommunicator:
             return
         self._break_connections(is_end)
         self.open.clear()
-        self._background.join(_RELEASED)
+        self._threads.join(_RELEASED)
 
     def _break_connections(self, of_default: bool) -> None:
         """Break those of every group of this world, and of the default group."""

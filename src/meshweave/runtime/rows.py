@@ -20,8 +20,8 @@ from meshweave.ir.mesh import Mesh
 from meshweave.place.plan_text import plan_of
 from meshweave.place.plans import Plan
 from meshweave.place.resolve import batch_axes
+from meshweave.runtime.coordinator import names_of_ranks
 from meshweave.runtime.fingerprint import fingerprint
-from meshweave.runtime.hub import names_of_ranks
 from meshweave.runtime.together import join
 
 BATCHES = ("global", "local")

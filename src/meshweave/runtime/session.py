@@ -1,4 +1,5 @@
-"""A compiled step with its state: takes batches, owns parameters, saves and loads."""
+"""A compiled step with its state: runs the sections of a step on batches, and has the pieces of parameters, buffers and
+optimizer state. Writes weights; `runtime/checkpoint_contents.py` writes and reads checkpoints."""
 
 from __future__ import annotations
 

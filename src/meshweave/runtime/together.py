@@ -24,8 +24,8 @@ from meshweave.interop.process_groups import store_of_job
 from meshweave.ir.graph import StepGraph
 from meshweave.ir.rank import RankGraph
 from meshweave.runtime.cluster import init_from_env, shutdown
+from meshweave.runtime.coordinator import names_of_ranks
 from meshweave.runtime.fingerprint import fingerprint, is_comparable
-from meshweave.runtime.hub import names_of_ranks
 from meshweave.runtime.watch import watch_of_job
 
 _SHOWN = 300  # the most characters of a line that an error shows

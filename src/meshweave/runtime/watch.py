@@ -1,10 +1,10 @@
 """What differs between ranks, and the failure of any, is an error on every rank within seconds.
 
-Each process has one daemon thread with a connection to rank 0 (`runtime/hub.py`), by which ranks exchange small values:
-no collective runs, so a rank that does not come is an error with its name. Calls are numbered in each process. In a
-call that differs from the previous call (a batch of another size, an evaluation) all ranks meet first, so that
-communications of two calls never mix; with MESHWEAVE_DEBUG=ranks in every call. A rank that stays in a call for STUCK
-seconds posts its latest calls: different calls of the same number are the error.
+Each process has one daemon thread with a connection to rank 0 (`runtime/coordinator.py`), by which ranks exchange
+small values: no collective runs, so a rank that does not come is an error with its name. Calls are numbered in each
+process. In a call that differs from the previous call (a batch of another size, an evaluation) all ranks meet first, so
+that communications of two calls never mix; with MESHWEAVE_DEBUG=ranks in every call. A rank that stays in a call for
+STUCK seconds posts its latest calls: different calls of the same number are the error.
 
 A step fails on all ranks (a loss that is not finite) or on some. A failing rank waits briefly for the others to fail at
 the same point; if they do, nothing is broken and the job goes on. If not, it declares its failure.
@@ -32,7 +32,7 @@ from meshweave.capture.batch import shapes_text
 from meshweave.capture.trace import line_of, user_line
 from meshweave.errors import MeshweaveError, StepError
 from meshweave.interop.process_groups import default_store
-from meshweave.runtime.hub import GRACE, Hub, MessageLink, message
+from meshweave.runtime.coordinator import GRACE, Coordinator, MessageLink, message
 
 if TYPE_CHECKING:
     from meshweave.runtime.process_groups import ClusterCommunicator
@@ -73,10 +73,10 @@ class Watch:
         self._link: MessageLink | None = None
         self._unsent: list[bytes] = []  # until there is a link
         self._is_closed, self._has_left, self._is_left = False, False, False  # the last: by rank 0, in good order
-        self._hub = Hub(num_ranks) if rank == 0 else None
-        if self._hub is not None:
+        self._coordinator = Coordinator(num_ranks) if rank == 0 else None
+        if self._coordinator is not None:
             address = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-            store.set(_KEY, json.dumps([address, self._hub.port, self._hub.token]))
+            store.set(_KEY, json.dumps([address, self._coordinator.port, self._coordinator.token]))
         # Its own connection: the main thread may block in the store.
         own = store.clone() if hasattr(store, "clone") else store
         self._thread = threading.Thread(target=self._run, args=(own,), name="meshweave-watch", daemon=True)
@@ -165,8 +165,8 @@ class Watch:
         if self.failure is None:
             what = "rank 0 has ended its script while others go on" if self._is_left else failure["what"]
             self._fail({**failure, "what": what})
-        if self._hub is not None:
-            self._hub.await_others(LOCKSTEP, is_healthy=False)
+        if self._coordinator is not None:
+            self._coordinator.await_others(LOCKSTEP, is_healthy=False)
 
     def _fail(self, failure: dict[str, Any]) -> None:
         with self._changed:
@@ -261,11 +261,11 @@ class Watch:
         atexit.unregister(self.close)
         if not self._has_left:
             self._leave(uncaught_exception())
-        if self._hub is not None:
+        if self._coordinator is not None:
             is_healthy = self.failure is None
-            self._hub.await_others(END if is_healthy else LOCKSTEP, is_healthy=is_healthy)
-            self._hub.tell(message("bye"))
-            self._hub.close()
+            self._coordinator.await_others(END if is_healthy else LOCKSTEP, is_healthy=is_healthy)
+            self._coordinator.tell(message("bye"))
+            self._coordinator.close()
         self._thread.join(timeout=2 * POLL)
         if self.failure is not None:
             for communicator in self._communicators:
@@ -284,8 +284,8 @@ class Watch:
         self._is_closed = True
         if self._link is not None:
             self._link.connection.close()
-        if self._hub is not None:
-            self._hub.close()
+        if self._coordinator is not None:
+            self._coordinator.close()
 
     # the thread
 

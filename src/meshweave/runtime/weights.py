@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from meshweave.errors import MeshweaveError
+from meshweave.runtime.coordinator import names_of_ranks
 from meshweave.runtime.fingerprint import fingerprint, is_comparable
-from meshweave.runtime.hub import names_of_ranks
 
 WAYS = ("broadcast", "error")
 

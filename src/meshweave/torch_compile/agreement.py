@@ -24,7 +24,7 @@ from meshweave.interop.process_groups import default_store, is_in_job, ranks_of_
 from meshweave.ir.collectives import WAIT, collective_of, group_of
 from meshweave.ir.graph import op_name, place_of
 from meshweave.optimize.overlap.prices import CostNumbers
-from meshweave.runtime.hub import names_of_ranks
+from meshweave.runtime.coordinator import names_of_ranks
 
 TIMEOUT_SECONDS = 600.0  # ranks of one job compile at about the same pace; a graph of 10,000 nodes takes minutes
 NOTE_SECONDS = 30.0  # of waiting after which a rank says so

@@ -28,7 +28,7 @@ from meshweave.ir.graph import copied_graph, output_node
 from meshweave.optimize.batch_split import SplitReport
 from meshweave.optimize.overlap import OverlapReport
 from meshweave.optimize.overlap.decide import OverlapOptions
-from meshweave.optimize.overlap.order import warn_of_failure
+from meshweave.optimize.overlap.driver import warn_of_failure
 from meshweave.passes import GraphProgram, Overlap, Pass, pass_list_of
 from meshweave.passes.base import Scope
 from meshweave.passes.candidates import run_passes

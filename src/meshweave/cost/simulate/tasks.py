@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
+from meshweave.cost.hardware.collective_seconds import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.simulate.buckets import Buckets, Member, check_buckets, group_members
 from meshweave.cost.simulate.kernels import Fusion, Kernel, is_compiled, kernels_of

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from meshweave.cost.hardware.collectives import collective_seconds, host_seconds
+from meshweave.cost.hardware.collective_seconds import collective_seconds, host_seconds
 from meshweave.cost.hardware.profile import MachineProfile
 from meshweave.cost.simulate.classify import known_kind, memory_work, priced_by_bytes, work_of
 from meshweave.cost.simulate.clock import Slowdown

@@ -20,7 +20,7 @@ from meshweave.ir.liveness import replaced_inputs
 from meshweave.ir.rank import SYMBOLS, RankGraph, copied, prepared_values
 from meshweave.ir.values import NOTHING, local_values, uneven_dims
 from meshweave.optimize.overlap.decide import OverlapOptions
-from meshweave.optimize.overlap.order import order_program
+from meshweave.optimize.overlap.driver import order_program
 from meshweave.optimize.overlap.prices import ProfileCosts, SimulatedSeconds
 from meshweave.optimize.overlap.read import begin
 from meshweave.optimize.overlap.report import OverlapReport

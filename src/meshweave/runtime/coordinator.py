@@ -1,4 +1,5 @@
-"""Rank 0's part of the watch (`runtime/watch.py`): values of all ranks, and the first failure, pass through it.
+"""The coordinator of a job, a thread of rank 0: it gathers small values of all ranks, compares their calls, and
+declares which failure was the first. The other side of every connection is `runtime/watch.py`.
 
 Every rank has a connection to it. The kernel of a process closes that connection when the process ends, however it
 ends, and keeps it as long as the process lives: a process that is slow, stopped, or owns the interpreter lock is not
@@ -129,7 +130,7 @@ def message(kind: str, *parts: Any) -> bytes:
     return json.dumps([kind, *parts]).encode() + b"\n"
 
 
-class Hub:
+class Coordinator:
     """Serves the connections of all ranks, on one thread of rank 0."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -151,7 +152,7 @@ class Hub:
         self._consequence: tuple[float, dict[str, Any]] | None = None  # since when: a collective that broke
         self._places: dict[int, tuple[int, Mapping[str, int], str]] = {}  # where ranks are since then
         self._is_closed = False
-        threading.Thread(target=self._run, name="meshweave-hub", daemon=True).start()
+        threading.Thread(target=self._run, name="meshweave-coordinator", daemon=True).start()
 
     def await_others(self, seconds: float, *, is_healthy: bool = True) -> None:
         """Wait until all other ranks have closed their connections: at their end, or with a failure known. A job that

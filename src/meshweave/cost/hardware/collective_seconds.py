@@ -1,4 +1,4 @@
-"""Seconds of the nodes of a graph that communicate."""
+"""Seconds of the nodes of a graph that communicate, and what of them the host spends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that start and wait for Gloo sends and receives."""
+"""Threads of a process that start large Gloo sends and receives, and wait for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 INLINE_BYTES = 64 << 10
 
 
-class Background:
+class TransferThreads:
     """Threads that start large Gloo sends and receives and wait for them, a thread per pending transfer, so that none
     queues behind another. A timed-out wait for a send or receive closes its connection (torch 2.13,
     gloo/transport/tcp/unbound_buffer.cc), so it cannot be watched like a collective."""
@@ -114,15 +114,15 @@ class Posted:
     """Small messages that were started by their caller, who waits for them without a thread: to hand a wait over and
     back costs 0.2 ms of a processor. The wait has no timeout; breaking the connections ends it."""
 
-    def __init__(self, works: Sequence[Any], background: Background) -> None:
-        self._works, self._background = works, background
+    def __init__(self, works: Sequence[Any], threads: TransferThreads) -> None:
+        self._works, self._threads = works, threads
         self._job: Job | None = None
         self._error: RuntimeError | None = None
 
     def get_future(self) -> torch.futures.Future[None]:
         """A future that completes with the messages, for which a thread waits from now on."""
         if self._job is None:
-            self._job = self._background.run(lambda: wait_all(self._works))
+            self._job = self._threads.run(lambda: wait_all(self._works))
         return self._job.get_future()
 
     def wait(self, timeout: timedelta | None = None) -> None:

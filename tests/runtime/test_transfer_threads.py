@@ -10,7 +10,7 @@ from threading import Event
 
 import pytest
 
-from meshweave.runtime.background import INLINE_BYTES, Background
+from meshweave.runtime.transfer_threads import INLINE_BYTES, TransferThreads
 
 
 class Work:
@@ -26,8 +26,8 @@ class Work:
 
 
 def test_no_message_stands_behind_another() -> None:
-    background, works = Background(), [Work() for _ in range(12)]
-    jobs = [background.add(lambda work=work: [work], INLINE_BYTES + 1) for work in works]
+    threads, works = TransferThreads(), [Work() for _ in range(12)]
+    jobs = [threads.add(lambda work=work: [work], INLINE_BYTES + 1) for work in works]
     for work, job in reversed(list(zip(works, jobs, strict=True))):
         assert not job.is_completed()
         work.done.set()
@@ -43,12 +43,12 @@ def test_threads_are_used_again_and_end_with_their_owner() -> None:
     def serving() -> int:
         return sum(t.name == "meshweave transfers" for t in threading.enumerate() if t not in others)
 
-    background = Background()
+    threads = TransferThreads()
     for _ in range(20):
-        background.run(lambda: None).wait(timedelta(seconds=5))
+        threads.run(lambda: None).wait(timedelta(seconds=5))
         time.sleep(0.005)  # until it is idle
     assert 1 <= serving() <= 5
-    del background
+    del threads
     gc.collect()
     end = time.monotonic() + 5
     while serving() and time.monotonic() < end:
@@ -60,12 +60,12 @@ def test_what_goes_wrong_is_raised_by_the_wait() -> None:
     def broken() -> list[Work]:
         raise RuntimeError("no route")
 
-    background, failing = Background(), Work("reset by peer")
+    threads, failing = TransferThreads(), Work("reset by peer")
     with pytest.raises(RuntimeError, match="no route"):
-        background.add(broken, 0)
+        threads.add(broken, 0)
     with pytest.raises(RuntimeError, match="no route"):
-        background.add(broken, INLINE_BYTES + 1).wait()
-    job = background.add(lambda: [failing], INLINE_BYTES + 1)
+        threads.add(broken, INLINE_BYTES + 1).wait()
+    job = threads.add(lambda: [failing], INLINE_BYTES + 1)
     with pytest.raises(RuntimeError, match="not done before the timeout"):
         job.wait(timedelta(seconds=0.01))
     failing.done.set()
@@ -75,8 +75,8 @@ def test_what_goes_wrong_is_raised_by_the_wait() -> None:
 
 
 def test_small_messages_are_waited_for_without_a_thread() -> None:
-    background, works = Background(), [Work(), Work("reset by peer")]
-    jobs = [background.add(lambda work=work: [work], 0) for work in works]
+    threads, works = TransferThreads(), [Work(), Work("reset by peer")]
+    jobs = [threads.add(lambda work=work: [work], 0) for work in works]
     assert not any(job.is_completed() for job in jobs)
     for work in works:
         work.done.set()
@@ -87,8 +87,8 @@ def test_small_messages_are_waited_for_without_a_thread() -> None:
 
 
 def test_a_future_of_small_messages_completes_without_a_wait() -> None:
-    background, work = Background(), Work()
-    job = background.add(lambda: [work], 0)
+    threads, work = TransferThreads(), Work()
+    job = threads.add(lambda: [work], 0)
     future = job.get_future()
     assert not future.done()
     work.done.set()

@@ -1,4 +1,5 @@
-"""From a device program, or any ATen graph with functional collectives, to its order: read, price, decide, write."""
+"""The steps of the scheduler in turn, from a device program, or any ATen graph with functional collectives, to its
+order: read, price, decide, write."""
 
 from __future__ import annotations
 

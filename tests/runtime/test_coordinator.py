@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from meshweave.runtime.hub import GRACE, Hub, MessageLink, late_ranks, message
+from meshweave.runtime.coordinator import GRACE, Coordinator, MessageLink, late_ranks, message
 
 BROKEN = {"what": "a connection of rank 2 has broken", "got": "reset by peer", "rank": -1}
 
 
 @pytest.fixture
 def links() -> Iterator[list[MessageLink]]:
-    """Of three ranks to a hub."""
-    hub = Hub(3)
-    links = [MessageLink(socket.create_connection(("127.0.0.1", hub.port))) for _ in range(3)]
+    """Of three ranks to a coordinator."""
+    coordinator = Coordinator(3)
+    links = [MessageLink(socket.create_connection(("127.0.0.1", coordinator.port))) for _ in range(3)]
     for rank, link in enumerate(links):
-        link.send(message("hello", hub.token, rank))
-        assert link.receive() == [["hello", hub.token]]
+        link.send(message("hello", coordinator.token, rank))
+        assert link.receive() == [["hello", coordinator.token]]
     yield links
     for link in links:
         link.connection.close()
-    hub.close()
+    coordinator.close()
 
 
 def heard(link: MessageLink) -> dict[str, Any]:
@@ -61,14 +61,14 @@ def test_a_cause_that_is_told_later_goes_before_a_broken_collective(links: list[
 
 
 def test_a_process_that_ended_before_it_was_known_is_named() -> None:
-    hub = Hub(2)
-    with socket.create_connection(("127.0.0.1", hub.port)) as connection:
+    coordinator = Coordinator(2)
+    with socket.create_connection(("127.0.0.1", coordinator.port)) as connection:
         link = MessageLink(connection)
-        link.send(message("hello", hub.token, 0))
-        assert link.receive() == [["hello", hub.token]]
+        link.send(message("hello", coordinator.token, 0))
+        assert link.receive() == [["hello", coordinator.token]]
         link.send(message("broken", BROKEN))
         failure = heard(link)
-    hub.close()
+    coordinator.close()
     assert failure["what"] == "rank 1 is gone"
 
 

@@ -25,7 +25,7 @@ from meshweave.runtime.state import State
 
 
 @dataclass(frozen=True, slots=True)
-class SavedState:
+class CheckpointContents:
     """Checkpoints of a model whose tensors are bound to a state, and of its optimizer.
 
     Tensors are named `param/NAME`, `buffer/NAME` and `state/SLOT/NAME`. A parameter that has taken no step has no
@@ -38,42 +38,46 @@ class SavedState:
     optimizer: Optimizer | None
     slots: Mapping[str, Mapping[str, Spec]]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint: those of the user, not copies."""
-        named = {f"{kind}/{n}": b.tensor.detach() for (kind, n), b in self.bindings.bound.items() if kind != "state"}
-        for name, (tensors, _) in self._optimizer_state().items():
-            named |= {f"state/{slot}/{name}": x.detach() for slot, x in tensors.items()}
-        return named
-
     def save(self, path: str | os.PathLike[str], state: State, seed: int) -> None:
         """Write a checkpoint that any other mesh may load. All processes call it."""
-        save(path, self.tensors(), self._info(state, seed))
+        save(path, *self._tensors_and_info(state, seed))
 
     def async_save(
         self, path: str | os.PathLike[str], state: State, seed: int, group: dist.ProcessGroup | None
     ) -> Future[None]:
         """`save` on a thread, of the present state, over a Gloo group that nothing else uses meanwhile."""
-        return async_save(path, self.tensors(), self._info(state, seed), group)
+        return async_save(path, *self._tensors_and_info(state, seed), group)
 
-    def _info(self, state: State, seed: int) -> dict[str, int | str]:
-        """The facts of a checkpoint beside its tensors."""
-        numbers: dict[str, dict[str, Any]] = {}
-        for name, (_, others) in self._optimizer_state().items():
-            entries = self._entries(name)
-            if others:
-                numbers[name] = {slot: _saved(name, slot, entries[slot]) for slot in others}
-        if self.bindings.world.is_distributed:  # ranks of a stage may have the state of their own stage alone
-            received: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(received, numbers)
-            numbers = {name: entry for its in received for name, entry in its.items()}
+    def _tensors_and_info(self, state: State, seed: int) -> tuple[dict[str, Tensor], dict[str, int | str]]:
+        """The tensors of a checkpoint, those of the user and not copies, and the facts beside them."""
+        tensors = self._model_tensors()
+        of_ranks = on_all(lambda: self._add_optimizer_state(tensors))  # a rank may have that of its stage alone
+        numbers = {name: entry for its in of_ranks for name, entry in its.items()}
         options = options_of(self.optimizer) if self.optimizer is not None else []
-        return {
+        return tensors, {
             "num_steps": state.num_steps,
             "seed": seed,
             "loss_scale": json.dumps(state.scaler.numbers()),
             "optimizer": json.dumps(numbers),
             "groups": json.dumps(options),
         }
+
+    def _add_optimizer_state(self, tensors: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+        """Add the tensors of the optimizer's state. Returns its numbers, by parameter and slot."""
+        numbers: dict[str, dict[str, Any]] = {}
+        own = {} if self.optimizer is None else state_tensors(self.optimizer, self.model)
+        for name, of_elements in own.items():
+            entries = self._entries(name)
+            kept = {s: entries[s] for s in self.slots.get(name, of_elements) if isinstance(entries.get(s), Tensor)}
+            tensors |= {f"state/{slot}/{name}": x.detach() for slot, x in kept.items()}
+            others = {s: x for s, x in entries.items() if s not in kept}
+            singles = {s: x for s, x in others.items() if not isinstance(x, Tensor) or x.numel() == 1}
+            if singles:
+                numbers[name] = {slot: _saved(name, slot, x) for slot, x in singles.items()}
+        return numbers
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        return {f"{kind}/{n}": b.tensor.detach() for (kind, n), b in self.bindings.bound.items() if kind != "state"}
 
     def load(self, path: str | os.PathLike[str], state: State, seed: int, likes: Mapping[str, Any]) -> None:
         """Continue from a checkpoint: fill the tensors of the model and of `optimizer.state`; the state takes them over
@@ -87,7 +91,7 @@ class SavedState:
         (checkpoint,) = opened
         numbers = json.loads(checkpoint.info["optimizer"])
         kept = self._targets(checkpoint, {name for name, own in numbers.items() if not own})
-        wanted = {key: x for key, x in self.tensors().items() if not key.startswith("state/")}
+        wanted = self._model_tensors()
         wanted |= {f"state/{slot}/{name}": x.detach() for name, own in kept.items() for slot, x in own.items()}
         state.torn = True
         on_all(lambda: checkpoint.read(wanted))
@@ -163,20 +167,6 @@ class SavedState:
     def _entries(self, name: str) -> dict[str, Any]:
         """The optimizer's state of a parameter."""
         return dict(self.optimizer.state.get(self.model.get_parameter(name), {})) if self.optimizer is not None else {}
-
-    def _optimizer_state(self) -> dict[str, tuple[dict[str, Tensor], list[str]]]:
-        """By parameter, the tensors of its state, and the slots that are numbers."""
-        by_name: dict[str, tuple[dict[str, Tensor], list[str]]] = {}
-        own = {} if self.optimizer is None else state_tensors(self.optimizer, self.model)
-        for name, tensors in own.items():
-            entries = self._entries(name)
-            chosen = {s: entries.get(s) for s in self.slots.get(name, tensors)}
-            kept = {slot: x for slot, x in chosen.items() if isinstance(x, Tensor)}
-            numbers = [
-                s for s, x in entries.items() if s not in kept and not (isinstance(x, Tensor) and x.numel() != 1)
-            ]
-            by_name[name] = kept, numbers
-        return by_name
 
 
 def _slots_in(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Spec]]:

@@ -19,7 +19,7 @@ from meshweave.errors import MeshweaveError
 from meshweave.ir.device_program import DeviceProgram, graph_program
 from meshweave.ir.graph import copied_graph
 from meshweave.optimize.overlap.decide import OverlapOptions
-from meshweave.optimize.overlap.order import order_program, without_collector
+from meshweave.optimize.overlap.driver import order_program, without_collector
 from meshweave.optimize.overlap.prices import costs_of
 from meshweave.optimize.overlap.report import OverlapReport
 
