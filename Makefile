@@ -31,7 +31,7 @@ test: setup
 # Every sweep and fuzzer in full, and the trainers of others: hours rather than minutes.
 test-all: setup
 	$(BIN)/python -m pip install --quiet -e '.[integrations]'
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m ""
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" --durations=40
 
 # On a machine with a GPU: what needs one, and ranks over NCCL that share it, beside DDP and FSDP2.
 test-gpu: setup
