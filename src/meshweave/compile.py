@@ -36,7 +36,7 @@ from meshweave.runtime.regions.compiler import backend_for
 from meshweave.runtime.rows import batch_shard, global_example
 from meshweave.runtime.session import RunOptions, SessionSettings
 from meshweave.runtime.together import agree, argument_texts, program_texts, together
-from meshweave.runtime.weights import align_weights
+from meshweave.runtime.weight_agreement import align_weights
 from meshweave.runtime.world import home_of
 from meshweave.search import Budget
 from meshweave.train_step import CompiledStep, TrainStep

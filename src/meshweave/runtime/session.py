@@ -58,8 +58,8 @@ from meshweave.runtime.tracing import DeviceClock, HostClock, Recorder, gathered
 from meshweave.runtime.turns import Turns
 from meshweave.runtime.update import Replacements, Update, has_scalar, metrics_of, outputs, pieces_by_name, scalar
 from meshweave.runtime.watch import POLL
+from meshweave.runtime.weight_agreement import WAYS
 from meshweave.runtime.weight_files import write_weights
-from meshweave.runtime.weights import WAYS
 from meshweave.runtime.world import free_bytes
 
 Done = Callable[[bool], None] | None
