@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +15,7 @@ import torch
 from tests.models import hugging_face
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import meshweave as mw
 from meshweave.errors import PlanError
@@ -349,6 +351,14 @@ def linears(names: str) -> OrderedDict[str, nn.Module]:
             lambda: Entries(nn.ModuleList([nn.Sequential(nn.Linear(8, 8), *[nn.Tanh()] * 4) for _ in range(3)])),
             ["net.0", "net.1", "net.2"],
         ),
+        (  # lists within equal layers are parts of these, however long they are
+            lambda: Entries(nn.ModuleList([nn.Sequential(linears("a b c")) for _ in range(2)])),
+            ["net.0", "net.1"],
+        ),
+        (
+            lambda: Entries(nn.Sequential(nn.Sequential(linears("a b c")), nn.Linear(8, 8))),
+            ["net.0.a", "net.0.b", "net.0.c"],
+        ),
     ],
 )
 def test_layers_are_the_entries_that_forward_calls_by_their_names(
@@ -368,6 +378,47 @@ def test_layers_are_the_entries_that_forward_calls_by_their_names(
     stages = step.program.resolved.stages
     assert sorted(stages, key=expected.index) == expected
     assert {stages[name] for name in (expected[0], expected[-1])} == {0, 1}
+
+
+class Recomputed(nn.Module):
+    """Blocks of PyTorch's modules that run again in backward, where no line of the model's forward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = (nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(parts)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("pp=2,fsdp=2", {"pipeline": "zb-h1"}),
+        ("pp=2", {"pipeline": "interleaved", "plan": "stages:pp:2"}),
+        ("pp=2", {"pipeline": "zbv", "plan": "stages:pp:2:v"}),
+    ],
+)
+def test_a_block_that_is_recomputed_stays_on_its_stage(mesh: str, options: dict[str, Any]) -> None:
+    def losses(mesh: str, **options: Any) -> tuple[Any, list[float]]:
+        torch.manual_seed(0)
+        net, data = Recomputed(), torch.randn(8, 8)
+        step = mw.compile(
+            net, loss=lambda out, _: out.square().mean(), example=data, mesh=mesh, accumulate=4,
+            optimizer=torch.optim.SGD(net.parameters(), 0.1), **options,
+        )  # fmt: skip
+        return step, [float(step(data)) for _ in range(2)]
+
+    step, found = losses(mesh, **options)
+    assert found == pytest.approx(losses("")[1], rel=1e-5)
+    stages = step.program.resolved.stages
+    again = [n for n in step.program.placed.graph.nodes if n.target is torch.ops.aten.gelu.default]
+    assert len(again) == 8
+    for node in again:
+        assert origin_of(node).stage == stages[origin_of(node).module.rpartition(".")[0]]
 
 
 # layouts that do not fit

@@ -332,11 +332,13 @@ class Provenance(GlobalRandom):
         return origin
 
     def _repeated(self, func: Any, new: Origin) -> Origin:
-        """The origin of the op that this op repeats. Ops in between are skipped: a checkpoint may keep some."""
+        """The origin of the op that this op repeats: on the same line, or, where no line of the user runs again (as in a
+        block of PyTorch's modules), in the same module. Ops in between are skipped: a checkpoint may keep some."""
         at = _next_op(func)
         while at is not None and at in self._at:
             original, origin = self._at[at]
-            if original is func and origin.source == new.source:
+            is_alike = origin.source == new.source if new.source else origin.module == new.module
+            if original is func and is_alike:
                 return _in_backward(origin)
             at = _next_op(func)
         return new

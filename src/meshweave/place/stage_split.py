@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -23,7 +23,8 @@ _BEFORE = -1  # the place of an op that no layer comes before
 
 @dataclass(frozen=True, slots=True)
 class LayerChain:
-    """The layers of the model's longest list (that with the most layers), in the order in which forward comes to them.
+    """The layers of the model's longest list (that with the most layers; lists within equal layers are parts of these),
+    in the order in which forward comes to them.
 
     `work` are the FLOPs of each layer's matmuls and attentions in forward and backward. Those of the ops beside the
     layers are with the last layer before them, in front of all with the first: so the first has the embedding's (a
@@ -55,19 +56,34 @@ def chain_of_layers(step: StepGraph, model: nn.Module) -> LayerChain:
 
 def _longest_list(model: nn.Module, modules: Iterable[str]) -> tuple[str, dict[str, int]]:
     """The list with the most layers, and the number of parameters of each of these: of its entries those that have
-    any, and that some of the `modules` of ops are in. A dict of modules of one class is a list, too."""
+    any, and that some of the `modules` of ops are in. A dict of modules of one class is a list, too. What several
+    entries of a list have, of one class, is a part of them: an MLP of three modules in each of two blocks."""
     called = {"", *modules}
     for module in modules:
         while module := module.rpartition(".")[0]:
             called.add(module)
     names = {module: name for name, module in model.named_modules()}  # by its first name, as in origins
-    lists: list[tuple[str, dict[str, int]]] = []
+    lists: dict[str, dict[str, int]] = {}
     for module, name in names.items():
         is_dict = isinstance(module, nn.ModuleDict) and len({*map(type, module.values())}) == 1
         if is_dict or isinstance(module, nn.ModuleList | nn.Sequential):
             layers = {names[layer]: sum(p.numel() for p in layer.parameters()) for layer in module.children()}
-            lists.append((name, {layer: size for layer, size in layers.items() if size and layer in called}))
-    return max(lists, key=lambda item: len(item[1]), default=("", {}))
+            lists[name] = {layer: size for layer, size in layers.items() if size and layer in called}
+    classes = {name: type(module) for module, name in names.items()}
+    parts = {name for name in lists for outer in lists.values() if _is_repeated(name, outer, lists, classes)}
+    return max(
+        ((n, its) for n, its in lists.items() if n not in parts), key=lambda item: len(item[1]), default=("", {})
+    )
+
+
+def _is_repeated(name: str, entries: Iterable[str], lists: Collection[str], classes: Mapping[str, type]) -> bool:
+    """Whether a list is in one of these entries, and another of its class has a list at the same place."""
+    for entry in entries:
+        if f"{name}.".startswith(f"{entry}."):
+            place = name.removeprefix(entry)
+            alike = [other for other in entries if other != entry and classes[other] is classes[entry]]
+            return any(f"{other}{place}" in lists for other in alike)
+    return False
 
 
 def _layers_around(layers: Iterable[str]) -> Callable[[str], str]:
