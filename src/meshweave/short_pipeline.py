@@ -45,8 +45,8 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """The short form of a pipeline over `axis`: stages of `SHORT_SIZES` layers on a mesh that is as the whole one beside
-    that axis. `choice` is the schedule that was asked for."""
+    """The short form of a pipeline over `axis`: stages of `SHORT_SIZES` layers on a mesh that is otherwise as the whole
+    one. `choice` is the schedule that was asked for."""
 
     axis: str
     whole: Mesh
