@@ -146,6 +146,24 @@ def test_large_ranges_are_not_computed_at_capture(monkeypatch: pytest.MonkeyPatc
     assert_equals_eager(Sorted(), batches(2, (8, WIDTH), (8, WIDTH)), "")
 
 
+def test_gradients_of_large_slices_need_no_memory_at_capture() -> None:
+    """The zeros around the gradient of every second column are described only, though they are made of sizes alone."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.proj(x)
+            return h[..., ::2] * h[..., 1::2]
+
+    with torch.device("meta"):
+        model, rows = Gated(), torch.empty(1 << 22, 1 << 10, 4)  # 128 GiB of results
+    study = mw.Study(model, loss=mse, optimizer=torch.optim.SGD(model.parameters()))
+    assert study.simulate({"x": rows, "y": rows}, mesh="dp=64", profile="h100").seconds > 0
+
+
 def test_a_mask_that_changes_is_an_error() -> None:
     model, batch = Masks(is_buffer=False), batches(1, (4, 4), (4, 4))[0]
     step = compiled(model, batch)
