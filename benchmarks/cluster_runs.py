@@ -35,9 +35,9 @@ TABLE = HERE / "results" / "cluster_runs.md"
 PROFILES = {"GB200": "gb200", "GB300": "gb300", "B200": "b200", "B300": "b300", "H100": "h100", "H200": "h200"}
 # Of matmuls. Blackwell multiplies float8 with a scale per 32 elements (MXFP8) as fast as with one per tensor.
 DTYPES = {"FP8": torch.float8_e4m3fn, "MXFP8": torch.float8_e4m3fn, "BF16": None}
-
-
-EXPERTS = {"Qwen3-30B-A3B": "qwen3-30b-a3b"}  # without pipelines: theirs take minutes
+EXPERTS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "Qwen3-235B-A22B": "qwen3-235b-a22b"}
+# Of attention alone: a device has whole experts (Megatron's expert tensor parallelism is 1 in these rows).
+STYLES = {"*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise"}
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,8 @@ class Run:
 
     @property
     def is_expressible(self) -> bool:
-        is_known = (self.model in EXPERTS and self.pp == 1) or (self.experts is None and self.ffn is not None)
-        has_layers = self.layers is not None and self.layers >= self.pp * (self.interleave or 1)  # in every stage
-        return self.precision in DTYPES and is_known and has_layers
+        is_known = self.model in EXPERTS or (self.experts is None and None not in (self.ffn, self.layers))
+        return self.precision in DTYPES and is_known
 
     @property
     def name(self) -> str:
@@ -106,7 +105,7 @@ def stage_layout(run: Run) -> str:
         return "|".join(["E" + middle[0], *middle[1:-1], middle[-1] + "L"])
     each = (run.layers + 2) // stages
     assert each * stages == run.layers + 2
-    ends = f"t*{each - 1}"
+    ends = f"t*{each - 1}" if each > 1 else ""
     return "|".join([f"E{ends}", *[f"t*{each}"] * (stages - 2), f"{ends}L"])
 
 
@@ -130,19 +129,20 @@ def question(run: Run) -> dict[str, Any]:
     }
     if run.pp == run.tp == run.cp == 1 and run.ep is None:
         return {**asked, "mesh": f"fsdp={run.gpus}", "plan": "fsdp:fsdp", "buckets": "blocks"}
-    experts = run.ep or 1
+    experts = (run.ep or run.tp) // run.tp  # replicas that share the experts, as do the ranks of tp
     sizes = {"pp": run.pp, "dp": run.replicas // experts, "ep": experts, "cp": run.cp, "tp": run.tp}
     sizes = {name: size for name, size in sizes.items() if size > 1}
-    plan = ["zero1:dp"] if "dp" in sizes else []  # and over cp
-    plan += ["ep:ep"] if experts > 1 else []
+    plan = [f"zero1:{name}" for name in ("dp", "ep") if name in sizes]  # and over cp
+    plan += ["experts:ep"] if experts > 1 else []
     plan += ["cp:cp:ring"] if run.cp > 1 else []
-    plan += ["hf_tp:tp", "sequence:tp"] if run.tp > 1 else []
+    plan += ["experts:tp" if run.ep else "hf_tp:tp", "sequence:tp"] if run.tp > 1 else []
     if run.pp > 1:
         plan.append(f"stages:pp:layout={stage_layout(run)}")
         asked |= {"pipeline": "interleaved" if run.interleave else "1f1b", "every_microbatch": False}
     whole = parse_plan("+".join(plan)) or mw.Plan()
     if run.tp > 1:  # Megatron's VocabParallelEmbedding
-        whole = whole + mw.Plan.tp("tp", {"model.embed_tokens": "rowwise"})
+        styles = {**STYLES, "lm_head": "colwise"} if run.ep else {}
+        whole = whole + mw.Plan.tp("tp", {"model.embed_tokens": "rowwise", **styles})
     return {**asked, "mesh": ",".join(f"{name}={size}" for name, size in sizes.items()), "plan": whole}
 
 
@@ -189,15 +189,16 @@ def write(results: list[tuple[Run, Simulation]], others: list[Run]) -> None:
         "",
         "| | rows | median error | bias | worst |",
         "|---|---|---|---|---|",
-        summary("**dense, but MXFP8**", [error for run, error in errors if run.precision != "MXFP8"]),
     ]
-    for profile in dict.fromkeys(run.profile for run, _ in errors):
-        its = [error for run, error in errors if run.profile == profile and run.precision != "MXFP8"]
-        lines += [summary(profile.upper(), its)] if its else []
-    in_blocks = [(run, error) for run, error in errors if run.precision == "MXFP8"]
-    for title, has_experts in (("dense", False), ("experts", True)):
-        its = [error for run, error in in_blocks if (run.ep is not None) == has_experts]
-        lines.append(summary(f"{title}, MXFP8, as float8 by tensor", its))
+    by_kind: dict[tuple[bool, bool], list[tuple[Run, float]]] = {}
+    for run, error in errors:
+        by_kind.setdefault((run.ep is not None, run.precision == "MXFP8"), []).append((run, error))
+    for (has_experts, in_blocks), its in sorted(by_kind.items()):
+        title = f"{'experts' if has_experts else 'dense'}, {'MXFP8, as float8 by tensor' if in_blocks else 'but MXFP8'}"
+        lines.append(summary(title if has_experts or in_blocks else f"**{title}**", [error for _, error in its]))
+        if not (has_experts or in_blocks):
+            for profile in dict.fromkeys(run.profile for run, _ in its):
+                lines.append(summary(profile.upper(), [error for run, error in its if run.profile == profile]))
     lines.append(summary("memory", [error for _, error in of_memory]))
     lines += ["", "| run | published s | predicted s | error | exposed s | memory GB: published / predicted |"]
     lines.append("|---|---|---|---|---|---|")
@@ -209,7 +210,7 @@ def write(results: list[tuple[Run, Simulation]], others: list[Run]) -> None:
             f"| {simulation.exposed_seconds:.2f} | {memory} |"
         )
     lines += ["", "## Not expressed", ""]
-    for why, is_dense in (("Experts", False), ("A dtype of 4 bits, or stages without layers", True)):
+    for why, is_dense in (("Experts", False), ("A dtype of 4 bits, or no number of layers", True)):
         names = sorted({f"{run.model} ({run.precision})" for run in others if (run.ep is None) == is_dense})
         lines.append(f"- {why}: {', '.join(names)}.")
     TABLE.write_text("\n".join(lines) + "\n")

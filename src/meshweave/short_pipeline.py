@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import nn
@@ -44,8 +45,8 @@ class StageLayers:
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """The short form of a pipeline over `axis`, the outermost of a mesh: stages of `SHORT_SIZES` layers on a mesh that
-    is as the whole one beside that axis. `choice` is the schedule that was asked for."""
+    """The short form of a pipeline over `axis`: stages of `SHORT_SIZES` layers on a mesh that is otherwise as the whole
+    one. `choice` is the schedule that was asked for."""
 
     axis: str
     whole: Mesh
@@ -60,16 +61,13 @@ class ShortForm:
         if len(resolved.staged) != 1 or resolved.homes:
             return "its stages are not those of an axis"
         axis = resolved.staged[0][0]
-        if mesh.axis_names[0] != axis:
-            return f"{axis} is not the outermost axis"
         if layers.period > 1:
             return "equal layers are not all in a row"
         if choice.schedule is None and choice.name not in SCHEDULES:
             return "its schedule is searched for"
         if choice.schedule is not None and choice.schedule.num_microbatches != microbatches:
             return "its schedule has another number of microbatches"
-        sizes = {name: mesh.size(name) for name in mesh.axis_names}
-        return ShortForm(axis, mesh, Mesh.of({**sizes, axis: len(SHORT_SIZES)}), choice)
+        return ShortForm(axis, mesh, _short_mesh(mesh, axis), choice)
 
     def schedule(self, ranks: int, microbatches: int, per_rank: int, times: StageTimes | None = None) -> Schedule:
         """The schedule that was asked for."""
@@ -99,8 +97,6 @@ class ShortForm:
         size, name = self.whole.size(self.axis), f"axis {self.axis} of mesh {self.whole}"
         usual = self.choice.ranks_of_stages
         layout, indices = lay_out_stages(chain, wanted, order, usual, (model, size, name))
-        if layout.stages[0][:1] != "E" or layout.stages[-1][-1:] != "L" or 0 in layout.sizes:
-            return "embedding or head are stages of their own"
         ranks = ranks_of_stages(self.schedule(size, size, len(layout.sizes) // size))
         if [ranks.get(stage) for stage in range(len(indices))] != list(indices):
             return "its schedule has the stages on other ranks"
@@ -141,3 +137,23 @@ class ShortForm:
         return replace(
             composed, mesh=str(self.whole), tokens=tokens, flops=flops, mfu=mfu, notes=(*composed.notes, note)
         )
+
+
+def _short_mesh(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh with an index of an axis for each stage of the short pipeline: the first ones, on their devices, so that
+    groups have the links that they have in the whole. Where there are fewer, they repeat on devices behind the others.
+    """
+    sizes = {name: mesh.size(name) for name in mesh.axis_names}
+    inner = prod(list(sizes.values())[mesh.axis_names.index(axis) + 1 :])
+    behind = max(mesh.devices) + 1
+    columns = []
+    for stage in range(len(SHORT_SIZES)):
+        again, index = divmod(stage, sizes[axis])
+        columns.append([device + again * behind for device in mesh.at(**{axis: index}).devices])
+    devices = [
+        device
+        for first in range(0, len(columns[0]), inner)
+        for column in columns
+        for device in column[first : first + inner]
+    ]
+    return Mesh({**sizes, axis: len(SHORT_SIZES)}, devices=devices)

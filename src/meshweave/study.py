@@ -247,13 +247,10 @@ class Study:
         assert layers is not None
         self._check_plan(question)
         program, simulation, number = self._grown(question, profile, how)
-        is_whole = "in shards" not in program.accumulation  # then the note has bytes, of few layers
-        notes = [text for text in simulation.notes if not (is_whole and text == program.accumulation)]
-        if is_whole and microbatches > 1:
-            notes.append(f"gradients of {microbatches} microbatches are added up whole")
+        notes = _notes_of_whole(simulation, program, microbatches)
         built, of_list = f"{number * layers.period} of {layers.count} equal layers", layers.path or "the model itself"
-        notes.append(f"{built} ({of_list}) were built: each of the others adds the same")
-        simulation = replace(simulation, notes=tuple(notes))
+        notes = (*notes, f"{built} ({of_list}) were built: each of the others adds the same")
+        simulation = replace(simulation, notes=notes)
         return Answer(simulation=simulation, program=program, num_parameters=self._num_parameters)
 
     def _from_short(self, question: StepQuestion, profile: MachineProfile | str, how: Mapping[str, Any]) -> Answer:
@@ -282,6 +279,7 @@ class Study:
             raise _NotRegular("devices of a stage have different work")
         machine = framework.machine(load_profile(profile)) if isinstance(profile, str) else profile
         simulation = simulate(program, machine, **{**how, "every_microbatch": True})
+        simulation = replace(simulation, notes=_notes_of_whole(simulation, program, question.options.accumulate))
         simulation = form.whole_step(simulation, stages, question.options.accumulate, machine, framework)
         is_open = question.options.precision.accumulate_in == whole.accumulate_in == "auto"
         if simulation.verdict and is_open:
@@ -412,6 +410,15 @@ class _FitAnswers:
 
 class _NotRegular(Exception):
     """Why a step does not follow from steps with fewer layers."""
+
+
+def _notes_of_whole(simulation: Simulation, program: Program, microbatches: int) -> tuple[str, ...]:
+    """The notes of a step of fewer layers or microbatches, without the bytes of its sums of gradients."""
+    notes = [text for text in simulation.notes if text != program.accumulation]
+    if program.accumulation:
+        where = "in shards, reduced in each microbatch" if "in shards" in program.accumulation else "whole"
+        notes.append(f"gradients of {microbatches} microbatches are added up {where}")
+    return tuple(notes)
 
 
 def _copied(given: CapturedStep) -> CapturedStep:

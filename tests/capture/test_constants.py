@@ -12,6 +12,7 @@ from tests.training import assert_equals_eager, batches, mse
 from torch import Tensor, nn
 
 import meshweave as mw
+from meshweave.capture.constants import is_large
 from meshweave.errors import CaptureError, StepError
 
 WIDTH = 6
@@ -123,6 +124,44 @@ def test_large_masks_are_not_computed_at_capture(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("meshweave.capture.constants._MOST_COMPUTED", 64)
     assert_equals_eager(Masked(), batches(2, (4, 5, WIDTH), (4, 5, WIDTH)), "dp=2")
+
+
+def test_large_ranges_are_not_computed_at_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions of all rows of a batch, as experts of transformers make them to sort rows back, may be many GB."""
+
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = x.detach().sum(-1).argsort()
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order), device=x.device)
+            return self.proj(x[order])[back]
+
+    assert not is_large(torch.ops.aten.arange.start_step, (0, 64, 1), {})
+    monkeypatch.setattr("meshweave.capture.constants._MOST_COMPUTED", 3)
+    assert is_large(torch.ops.aten.arange.start_step, (0, 8, 2), {"dtype": torch.int64})
+    assert_equals_eager(Sorted(), batches(2, (8, WIDTH), (8, WIDTH)), "")
+
+
+def test_gradients_of_large_slices_need_no_memory_at_capture() -> None:
+    """The zeros around the gradient of every second column are described only, though they are made of sizes alone."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.proj(x)
+            return h[..., ::2] * h[..., 1::2]
+
+    with torch.device("meta"):
+        model, rows = Gated(), torch.empty(1 << 22, 1 << 10, 4)  # 128 GiB of results
+    study = mw.Study(model, loss=mse, optimizer=torch.optim.SGD(model.parameters()))
+    assert study.simulate({"x": rows, "y": rows}, mesh="dp=64", profile="h100").seconds > 0
 
 
 def test_a_mask_that_changes_is_an_error() -> None:

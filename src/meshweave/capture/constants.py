@@ -15,6 +15,7 @@ from torch import Tensor
 
 from meshweave.capture.record import tensors_in
 from meshweave.interop.fake import FakeTensor
+from meshweave.interop.ops import arguments_of
 from meshweave.ir.traits import has_dynamic_shape
 
 aten = torch.ops.aten
@@ -41,9 +42,11 @@ def is_computed_at_capture(func: Any, args: Sequence[Any], kwargs: dict[str, Any
     return is_dynamic and not any(isinstance(x, FakeTensor) for x in tensors_in((args, kwargs)))
 
 
-def is_large(args: Sequence[Any]) -> bool:
-    """Whether an op on constants has operands, or a result of their sizes, that are too large to compute."""
+def is_large(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an op on constants has operands, or a result, that are too large to compute."""
     shapes: list[Sequence[int]] = [x.shape for x in tensors_in(args)]
+    if not shapes and any(argument.name == "device" for argument in arguments_of(func)):  # a range has no operands
+        shapes += [x.shape for x in tensors_in(func(*args, **{**kwargs, "device": "meta"}))]
     shapes += [a for a in args if isinstance(a, (list, tuple)) and all(isinstance(size, int) for size in a)]
     return prod(map(max, zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1))) > _MOST_COMPUTED
 

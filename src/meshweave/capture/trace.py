@@ -275,7 +275,8 @@ class Provenance(GlobalRandom):
         # positions stay real, so that control flow on them is decided.
         like: Any = args[0] if func in _FACTORIES_LIKE else None
         is_like_data = isinstance(like, FakeTensor) and (kwargs.get("dtype") or like.dtype).is_floating_point
-        is_fake = is_like_data or self.record.call in self.overwritten or (FakeTensor not in types and is_large(args))
+        is_data = is_like_data or self.record.call in self.overwritten
+        is_fake = is_data or (FakeTensor not in types and is_large(func, args, kwargs))
         with self.step.fake_mode if is_fake else nullcontext():  # type: ignore[attr-defined]
             results = (run_plain(version, types, args, kwargs) for version in versions)  # a decomposition may decline
             result = next(result for result in results if result is not NotImplemented)

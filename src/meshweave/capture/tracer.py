@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import TensorWeakRef
 
-from meshweave.capture.constants import is_computed_at_capture
+from meshweave.capture.constants import is_computed_at_capture, is_large
 from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.record import SILENT, tensors_in
 from meshweave.errors import CaptureError
@@ -62,11 +63,13 @@ class GraphTracer(DispatchMode):
         self.constants: dict[str, Tensor] = {}
         self.origin = Origin("forward")  # for the nodes recorded next
         self._nodes: dict[int, tuple[TensorWeakRef, fx.Node]] = {}
+        self._fakes: AbstractContextManager[Any] = nullcontext()  # the mode of the inputs
 
     @classmethod
     def trace(cls, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Traced:
         """The graph of `function(tracer, *inputs)`."""
         tracer = cls()
+        tracer._fakes = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), tracer._fakes)
         for i, tensor in enumerate(inputs):
             tracer._track(tensor, tracer.graph.placeholder(f"input_{i}"))
         with tracer:
@@ -96,7 +99,9 @@ class GraphTracer(DispatchMode):
             func = aten.lift_fresh_copy.default
         node = self.graph.create_node("call_function", func, tuple(self._written(args)), self._written(kwargs), "op")
         node.meta["origin"] = self.origin
-        result = run_plain(func, types, args, kwargs)
+        # decompositions fill a gradient with zeros, and the like
+        with self._fakes if FakeTensor not in types and is_large(func, args, kwargs) else nullcontext():
+            result = run_plain(func, types, args, kwargs)
         self._track(result, node)
         return result
 
