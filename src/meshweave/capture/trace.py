@@ -333,7 +333,7 @@ class Provenance(GlobalRandom):
         return origin
 
     def _repeated(self, func: Any, new: Origin) -> Origin:
-        """The origin of the op that this op repeats: on the same line, or, where no line of the user runs again (as in a
+        """The origin of the op that this op repeats: on the same line, or, where no line of the user runs again (in a
         block of PyTorch's modules), in the same module. Ops in between are skipped: a checkpoint may keep some."""
         at = _next_op(func)
         while at is not None and at in self._at:
