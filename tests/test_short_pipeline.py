@@ -22,11 +22,15 @@ EXPERTS = {
     ("framework", "schedule", "mesh", "plan", "tolerance"),
     [
         ("megatron", "1f1b", "pp=4,dp=2", "zero1:dp+stages:pp", 0.04),
-        ("megatron", "interleaved", "pp=2,dp=2", "zero1:dp+stages:pp:2", 0.04),
+        pytest.param("megatron", "interleaved", "pp=2,dp=2", "zero1:dp+stages:pp:2", 0.04, marks=pytest.mark.slow),
         # with all layers megatron's gathers wait for their stage's first microbatch, here on links between nodes
-        ("deepspeed", "1f1b", "dp=2,pp=3,tp=2", "zero1:dp+hf_tp:tp+stages:pp", 0.04),
+        pytest.param(
+            "deepspeed", "1f1b", "dp=2,pp=3,tp=2", "zero1:dp+hf_tp:tp+stages:pp", 0.04, marks=pytest.mark.slow
+        ),
         ("megatron", "1f1b", "pp=5,dp=2", "zero1:dp+stages:pp:layout=E|t*4|t*4|t*4|L", 0.04),
-        ("megatron", "1f1b", "pp=4,dp=2,ep=2", "zero1:dp+zero1:ep+ep:ep+stages:pp", 0.01),
+        pytest.param(
+            "megatron", "1f1b", "pp=4,dp=2,ep=2", "zero1:dp+zero1:ep+ep:ep+stages:pp", 0.01, marks=pytest.mark.slow
+        ),
         ("megatron", "interleaved", "dp=2,pp=2,ep=2", "zero1:dp+zero1:ep+experts:ep+stages:pp:2", 0.01),
     ],
 )
