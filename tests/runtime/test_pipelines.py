@@ -72,8 +72,7 @@ def trained(mesh: str, optimizer: str = "sgd", *, microbatches: int = 4, **optio
         optimizer=OPTIMIZERS[optimizer](model.parameters()),
         mesh=mesh,
         accumulate=microbatches,
-        profile="alpha-beta",
-        **options,
+        **({"profile": "alpha-beta"} | options),
     )
     return [float(step(batch_of(i))) for i in range(3)], step.parameters()
 
@@ -148,6 +147,14 @@ def test_recomputed_constants_are_where_they_are_used() -> None:
         batches = torch.randn(3, 8, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         losses.append([float(step((batch,))) for batch in batches])
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["zero1", "fsdp"])
+def test_gathers_of_two_stages_of_a_device_are_not_merged(scheme: str) -> None:
+    """The first stage runs before the second one gathers."""
+    plan = f"stages:pp:2+{scheme}:dp"
+    found = trained("pp=2,dp=2", plan=plan, pipeline="interleaved", profile="h100", passes="overlap")
+    assert_equal(found, on_one_device("sgd", None))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
