@@ -54,8 +54,9 @@ def chain_of_layers(step: StepGraph, model: nn.Module) -> LayerChain:
 
 
 def _longest_list(model: nn.Module, modules: Iterable[str]) -> tuple[str, dict[str, int]]:
-    """The list with the most layers, and the number of parameters of each of these: of its entries those that have
-    any, and that some of the `modules` of ops are in. A dict of modules of one class is a list, too."""
+    """The list with the most layers, of several that with the most parameters; and the number of parameters of each of
+    these: of its entries those that have any, and that some of the `modules` of ops are in. A dict of modules of one
+    class is a list, too. Not the parts of a layer: a list inside a layer of a list of equally large ones."""
     called = {"", *modules}
     for module in modules:
         while module := module.rpartition(".")[0]:
@@ -66,8 +67,10 @@ def _longest_list(model: nn.Module, modules: Iterable[str]) -> tuple[str, dict[s
         is_dict = isinstance(module, nn.ModuleDict) and len({*map(type, module.values())}) == 1
         if is_dict or isinstance(module, nn.ModuleList | nn.Sequential):
             layers = {names[layer]: sum(p.numel() for p in layer.parameters()) for layer in module.children()}
-            lists.append((name, {layer: size for layer, size in layers.items() if size and layer in called}))
-    return max(lists, key=lambda item: len(item[1]), default=("", {}))
+            layers = {layer: size for layer, size in layers.items() if size and layer in called}
+            if not any(len({*its.values()}) == 1 < len(its) and _layers_around(its)(name) for _, its in lists):
+                lists.append((name, layers))
+    return max(lists, key=lambda item: (len(item[1]), sum(item[1].values())), default=("", {}))
 
 
 def _layers_around(layers: Iterable[str]) -> Callable[[str], str]:
