@@ -19,6 +19,7 @@ from tests.experts import mixture, own_loss, tokens
 from tests.processes import Job
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import meshweave as mw
 from meshweave.engine.actions import Action, Schedule
@@ -27,6 +28,7 @@ from meshweave.engine.schedules.generators import SCHEDULES, make_schedule
 from meshweave.engine.sections import sections_of_roles
 from meshweave.errors import MeshweaveError, PlanError, StepError
 
+HALF = mw.Precision(autocast=torch.float16, loss_scale=mw.LossScale(init_scale=2.0**10))
 MESHES = ("pp=2", "pp=4", "pp=2,dp=2", "pp=2,tp=2", "fsdp=2,pp=2")
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=0.01),
@@ -72,8 +74,7 @@ def trained(mesh: str, optimizer: str = "sgd", *, microbatches: int = 4, **optio
         optimizer=OPTIMIZERS[optimizer](model.parameters()),
         mesh=mesh,
         accumulate=microbatches,
-        profile="alpha-beta",
-        **options,
+        **({"profile": "alpha-beta"} | options),
     )
     return [float(step(batch_of(i))) for i in range(3)], step.parameters()
 
@@ -148,6 +149,52 @@ def test_recomputed_constants_are_where_they_are_used() -> None:
         batches = torch.randn(3, 8, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         losses.append([float(step((batch,))) for batch in batches])
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["zero1", "fsdp"])
+def test_gathers_of_two_stages_of_a_device_are_not_merged(scheme: str) -> None:
+    """The first stage runs before the second one gathers."""
+    plan = f"stages:pp:2+{scheme}:dp"
+    found = trained("pp=2,dp=2", plan=plan, pipeline="interleaved", profile="h100", passes="overlap")
+    assert_equal(found, on_one_device("sgd", None))
+
+
+class Sequences(nn.Module):
+    """Two blocks of PyTorch's modules alone, which no line of the model calls again when they are recomputed."""
+
+    def __init__(self, is_checkpointed: bool) -> None:
+        super().__init__()
+        make = lambda: nn.Sequential(nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))  # noqa: E731
+        self.blocks, self.is_checkpointed = nn.ModuleList([make(), make()]), is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x))
+        return x
+
+
+def losses_of_sequences(mesh: str, is_checkpointed: bool, **options: Any) -> list[float]:
+    torch.manual_seed(0)
+    model, batches = Sequences(is_checkpointed), torch.randn(3, 8, 8)
+    step = mw.compile(
+        model,
+        loss=lambda out, _: (out.half() if options.get("precision") else out).square().mean(),
+        example=(batches[0],),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        mesh=mesh,
+        **options,
+    )
+    return [float(step((batch,))) for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("is_checkpointed", "options"), [(True, {}), (False, {"passes": "recompute=full"}), (False, {"precision": HALF})]
+)
+def test_blocks_that_are_sequences_are_the_stages(is_checkpointed: bool, options: dict[str, Any]) -> None:
+    """Neither is a block cut, nor is a part of it recomputed in the stage before; the loss is scaled in the last."""
+    found = losses_of_sequences("pp=2", is_checkpointed, accumulate=2, pipeline="1f1b", **options)
+    expected = losses_of_sequences("", False, precision=options.get("precision"))
+    assert found == pytest.approx(expected, rel=2e-3 if "precision" in options else 1e-6)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
@@ -280,8 +327,7 @@ def losses_of(mesh: str, loss: Any = mean_square, model: dict[str, Any] | None =
 @pytest.mark.parametrize(("mesh", "name"), [("pp=4", "1f1b"), ("pp=2", "zbv"), ("pp=2,dp=2", "zb-h1")])
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_a_loss_that_is_scaled(mesh: str, name: str, clip: float | None) -> None:
-    precision = mw.Precision(autocast=torch.float16, loss_scale=mw.LossScale(init_scale=2.0**10))
-    options: dict[str, Any] = {"accumulate": 4, "precision": precision, "clip_grad_norm": clip}
+    options: dict[str, Any] = {"accumulate": 4, "precision": HALF, "clip_grad_norm": clip}
     found = losses_of(mesh, pipeline=name, **options)
     assert found == pytest.approx(losses_of("", **options), rel=1e-2)
 

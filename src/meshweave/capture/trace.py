@@ -242,7 +242,7 @@ class Provenance(GlobalRandom):
         self.substituted: dict[int, str] = {}  # the user's parameters and buffers, by id: their names
         self._forward: dict[int, Origin] = {}
         self._at: dict[int, tuple[Any, Origin]] = {}  # number of ops before an op of the model -> the op
-        self._first = next_sequence_number() - 1
+        self._first = next_sequence_number() - 2  # 1 is for ops before the first that autograd records
         self._last = -1  # the last number in `_forward`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -333,13 +333,13 @@ class Provenance(GlobalRandom):
         return origin
 
     def _repeated(self, func: Any, new: Origin) -> Origin:
-        """The origin of the op that this op repeats: on the same line, or, where no line of the user runs again (in a
-        block of PyTorch's modules), in the same module. Ops in between are skipped: a checkpoint may keep some."""
+        """The origin of the op that this op repeats. Ops in between are skipped: a checkpoint may keep some. In a
+        function of PyTorch alone (`nn.Sequential`), which no line of the user's calls again, the module tells it."""
         at = _next_op(func)
         while at is not None and at in self._at:
             original, origin = self._at[at]
-            is_alike = origin.source == new.source if new.source else origin.module == new.module
-            if original is func and is_alike:
+            is_there = origin.source == new.source if new.source else new.module in ("", origin.module)
+            if original is func and is_there:
                 return _in_backward(origin)
             at = _next_op(func)
         return new

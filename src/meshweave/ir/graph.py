@@ -65,8 +65,9 @@ class Origin:
     cast and move parameters, run in the first microbatch only, and all microbatches use their results. Nodes of reduce
     are among those of backward: they move accumulated gradients, and run in the last microbatch only.
 
-    `call` numbers the ops that autograd recorded, from 1: a forward node has the number of its op, a backward node that
-    of the op whose gradient it computes; otherwise 0. `stage` is its stage in a pipeline (`place.stages`).
+    `call` numbers the ops that autograd recorded, from 2: a forward node has the number of its op, or of the last one
+    before it (1: of none), a backward node that of the op whose gradient it computes; otherwise 0. `stage` is its stage
+    in a pipeline (`place.stages`).
     """
 
     phase: str

@@ -114,6 +114,9 @@ class _Mapper:
                 self._set(node, self._backward(node))
             elif phase in ("reduce", "update"):
                 self._set(node, self._update(node))
+        for node in reversed(nodes):
+            if node not in self.homes and node.all_input_nodes and origin_of(node).phase == "backward":
+                self._set(node, self._only_use(node))
 
     def _set(self, node: fx.Node, mesh: Mesh | None) -> None:
         if mesh is not None:
@@ -177,6 +180,12 @@ class _Mapper:
         ahead = [u for u in node.users if u in self.homes and origin_of(u).phase != "backward"]
         users = [u for u in ahead if not _takes_elsewhere(u)]
         return self.homes[min(users, key=self.order.__getitem__)] if users else None
+
+    def _only_use(self, node: fx.Node) -> Mesh | None:
+        """Where an op of backward on numbers of the step alone, such as a cast of the scale of the loss, is used, if
+        that is a single mesh."""
+        meshes = {self.homes.get(user) for user in node.users}
+        return meshes.pop() if len(meshes) == 1 else None
 
     def _with_loss(self, node: fx.Node) -> Mesh | None:
         """Where the loss is, for a metric that no forward op uses, as a count of labels."""

@@ -55,9 +55,10 @@ def chain_of_layers(step: StepGraph, model: nn.Module) -> LayerChain:
 
 
 def _longest_list(model: nn.Module, modules: Iterable[str]) -> tuple[str, dict[str, int]]:
-    """The list with the most layers, and the number of parameters of each of these: of its entries those that have
-    any, and that some of the `modules` of ops are in. A dict of modules of one class is a list, too. What several
-    entries of a list have, of one class, is a part of them: an MLP of three modules in each of two blocks."""
+    """The list with the most layers, of several that with the most parameters, and the number of these in each layer:
+    of its entries those that have any, and that some of the `modules` of ops are in. A dict of modules of one class is
+    a list, too. What several entries of a list have, of one class, is a part of them: an MLP of three modules in each
+    of two blocks."""
     called = {"", *modules}
     for module in modules:
         while module := module.rpartition(".")[0]:
@@ -71,9 +72,8 @@ def _longest_list(model: nn.Module, modules: Iterable[str]) -> tuple[str, dict[s
             lists[name] = {layer: size for layer, size in layers.items() if size and layer in called}
     classes = {name: type(module) for module, name in names.items()}
     parts = {name for name in lists for outer in lists.values() if _is_repeated(name, outer, lists, classes)}
-    return max(
-        ((n, its) for n, its in lists.items() if n not in parts), key=lambda item: len(item[1]), default=("", {})
-    )
+    whole = ((name, its) for name, its in lists.items() if name not in parts)
+    return max(whole, key=lambda item: (len(item[1]), sum(item[1].values())), default=("", {}))
 
 
 def _is_repeated(name: str, entries: Iterable[str], lists: Collection[str], classes: Mapping[str, type]) -> bool:

@@ -323,10 +323,11 @@ class Merger:
             return None
         rest = tuple(str(a) for p, a in enumerate(node.args[1:], 1) if p != row.group)
         dtype = None if row.bucket == "gather" else x.dtype
-        # starts of every microbatch are not merged with those of only the first or the last
-        phase = origin_of(node).phase
-        run = phase if phase in ("prepare", "reduce") else ""
-        return node.target, self.reading.problem.channel[start], rest, dtype, run
+        # starts of every microbatch are not merged with those of only the first or the last, nor those of two stages,
+        # which a schedule runs at different times
+        origin = origin_of(node)
+        run = origin.phase if origin.phase in ("prepare", "reduce") else ""
+        return node.target, self.reading.problem.channel[start], rest, dtype, run, origin.stage
 
     def is_waited_alone(self, start: int) -> bool:
         """Whether only waits read the result of a start: views of it, and outputs, need this very tensor."""
