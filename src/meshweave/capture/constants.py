@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshweave.capture.record import tensors_in
-from meshweave.interop.fake import FakeTensor
+from meshweave.interop.fake import FakeTensor, without_modes
 from meshweave.interop.ops import arguments_of
 from meshweave.ir.traits import has_dynamic_shape
 
@@ -46,7 +46,8 @@ def is_large(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an op on constants has operands, or a result, that are too large to compute."""
     shapes: list[Sequence[int]] = [x.shape for x in tensors_in(args)]
     if not shapes and any(argument.name == "device" for argument in arguments_of(func)):  # a range has no operands
-        shapes += [x.shape for x in tensors_in(func(*args, **{**kwargs, "device": "meta"}))]
+        with without_modes():  # which would record the op
+            shapes += [x.shape for x in tensors_in(func(*args, **{**kwargs, "device": "meta"}))]
     shapes += [a for a in args if isinstance(a, (list, tuple)) and all(isinstance(size, int) for size in a)]
     return prod(map(max, zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1))) > _MOST_COMPUTED
 
