@@ -197,6 +197,56 @@ def test_blocks_that_are_sequences_are_the_stages(is_checkpointed: bool, options
     assert found == pytest.approx(expected, rel=2e-3 if "precision" in options else 1e-6)
 
 
+class Stem(nn.Module):
+    """A batch norm in front of the layers: nothing else uses the new values of its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4))
+        self.layers = nn.ModuleList(nn.Conv1d(4, 4, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+class Biased(nn.Module):
+    """Attentions in front of the layers and in them, whose bias learns: where all is masked all write one zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4, 4))
+        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, *self.layers):
+            q = layer(x).unflatten(2, (2, 2)).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(q, q, q, self.bias).transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Stem, Biased])
+def test_what_is_in_front_of_the_layers_is_in_the_first_stage(kind: type[nn.Module]) -> None:
+    found = []
+    for mesh, pipeline in (("", None), ("pp=2", "1f1b")):
+        torch.manual_seed(0)
+        model = kind()
+        step = mw.compile(
+            model,
+            loss=lambda out, _: out.square().mean(),
+            example=(torch.randn(4, 4, 4),),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            mesh=mesh,
+            accumulate=2,
+            pipeline=pipeline,
+        )
+        batches = torch.randn(3, 4, 4, 4, generator=torch.Generator().manual_seed(1))
+        found.append([*(float(step((batch,))) for batch in batches), *map(float, map(torch.sum, model.buffers()))])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_any_number_of_microbatches(microbatches: int) -> None:
     found = trained("pp=2", microbatches=microbatches, pipeline="zbv")

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from meshweave.errors import MeshError, PlanError
-from meshweave.ir.graph import Spec, StepGraph, origin_of, spec_of, tensor_inputs
+from meshweave.ir.graph import Spec, StepGraph, origin_of, spec_of, tensor_inputs, with_ancestors
 from meshweave.ir.layout import Layout
 from meshweave.ir.mesh import Mesh
 from meshweave.ir.traits import is_random
@@ -102,10 +102,11 @@ class _Mapper:
         for node in reversed(ahead):
             if node not in self.homes and node not in self.everywhere:
                 self._set(node, self._first_use(node) or self._with_loss(node))
+        self._place_buffer_updates(ahead)
         for node in ahead:
             call, stage = origin_of(node).call, self.stages.get(node, 0)
             is_later = call != 0 and stage > self.call_stages.get(call, -1)
-            if is_later and (node in self.homes or not _is_left(node)):
+            if is_later and node not in self.everywhere and (node in self.homes or not _is_left(node)):
                 self.calls[call], self.call_stages[call] = self.homes.get(node, self.mesh), stage
         self._place_parameters()
         for node in nodes:
@@ -193,6 +194,17 @@ class _Mapper:
         loss = next((value for (kind, _), value in results.items() if kind == "loss"), None)
         is_metric = any(kind == "metric" and value is node for (kind, _), value in results.items())
         return self.homes.get(loss) if is_metric and loss is not None else None
+
+    def _place_buffer_updates(self, ahead: Sequence[fx.Node]) -> None:
+        """What only new values of buffers need, as a count of batches, is where other ops of its module are."""
+        of_module: dict[str, Mesh] = {}
+        for node in ahead:
+            if node in self.homes:
+                of_module.setdefault(origin_of(node).module, self.homes[node])
+        needed = with_ancestors(value for (kind, _), value in self.step.results.items() if kind == "buffer")
+        for node in ahead:
+            if node in needed and node not in self.homes and node not in self.everywhere:
+                self._set(node, of_module.get(origin_of(node).module))
 
     def _place_parameters(self) -> None:
         for node, item in self.step.sources.items():
