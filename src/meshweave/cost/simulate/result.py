@@ -35,8 +35,9 @@ class Span:
 
     Times are in seconds from the start of the step. `exposed_seconds` is the part of a communication during which its
     role computes nothing; if several run, it is attributed to the communication that the role waits for, else divided;
-    of a message between two roles it is that of both. `needs` are the spans that it had to wait for, `index` is its own index in `Simulation.spans`. `bytes`
-    are received over links by a communication, moved in device memory by a kernel. `names` are its graph nodes.
+    of a message between two roles it is that of both. `needs` are the spans that it had to wait for, `index` is its own
+    index in `Simulation.spans`. `bytes` are received over links by a communication, moved in device memory by a kernel.
+    `names` are its graph nodes.
     `action` is what its role runs it for (`engine.actions`: "forward", "backward", "input", "weight", ...), on `stage`.
     `repeats`: for how many equal ones it stands, itself among them, where few of many equal layers were simulated.
     """
