@@ -102,7 +102,8 @@ class _Mapper:
         for node in reversed(ahead):
             if node not in self.homes and node not in self.everywhere:
                 self._set(node, self._first_use(node) or self._with_loss(node))
-        self._place_buffer_updates(ahead)
+        if self.of_plan:
+            self._place_buffer_updates(ahead)
         for node in ahead:
             call, stage = origin_of(node).call, self.stages.get(node, 0)
             is_later = call != 0 and stage > self.call_stages.get(call, -1)
@@ -196,15 +197,16 @@ class _Mapper:
         return self.homes.get(loss) if is_metric and loss is not None else None
 
     def _place_buffer_updates(self, ahead: Sequence[fx.Node]) -> None:
-        """What only new values of buffers need, as a count of batches, is where other ops of its module are."""
-        of_module: dict[str, Mesh] = {}
+        """What only new values of buffers need, as a count of batches, is where all other ops of its module are."""
+        of_module: dict[str, set[Mesh]] = {}
         for node in ahead:
             if node in self.homes:
-                of_module.setdefault(origin_of(node).module, self.homes[node])
+                of_module.setdefault(origin_of(node).module, set()).add(self.homes[node])
         needed = with_ancestors(value for (kind, _), value in self.step.results.items() if kind == "buffer")
         for node in ahead:
-            if node in needed and node not in self.homes and node not in self.everywhere:
-                self._set(node, of_module.get(origin_of(node).module))
+            meshes = of_module.get(origin_of(node).module, set())
+            if node in needed and len(meshes) == 1 and node not in self.homes and node not in self.everywhere:
+                self._set(node, next(iter(meshes)))
 
     def _place_parameters(self) -> None:
         for node, item in self.step.sources.items():
