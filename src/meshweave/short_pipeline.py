@@ -148,8 +148,8 @@ def _short_mesh(mesh: Mesh, axis: str) -> Mesh:
     behind = max(mesh.devices) + 1
     columns = []
     for stage in range(len(SHORT_SIZES)):
-        again, index = divmod(stage, sizes[axis])
-        columns.append([device + again * behind for device in mesh.at(**{axis: index}).devices])
+        repetition, index = divmod(stage, sizes[axis])
+        columns.append([device + repetition * behind for device in mesh.at(**{axis: index}).devices])
     devices = [
         device
         for first in range(0, len(columns[0]), inner)

@@ -336,6 +336,17 @@ class Entries(nn.Module):
         return x
 
 
+def two_losses(model: Callable[[], nn.Module], mesh: str, *, rows: int, **options: Any) -> tuple[Any, list[float]]:
+    """A compiled step of a model on so many rows of random numbers, and the losses of its first two steps."""
+    torch.manual_seed(0)
+    net, data = model(), torch.randn(rows, 8)
+    step = mw.compile(
+        net, loss=lambda out, _: out.square().mean(), example=data, mesh=mesh,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1), **options,
+    )  # fmt: skip
+    return step, [float(step(data)) for _ in range(2)]
+
+
 def linears(names: str) -> OrderedDict[str, nn.Module]:
     return OrderedDict((name, nn.Linear(8, 8)) for name in names.split())
 
@@ -364,17 +375,8 @@ def linears(names: str) -> OrderedDict[str, nn.Module]:
 def test_layers_are_the_entries_that_forward_calls_by_their_names(
     model: Callable[[], Entries], expected: list[str]
 ) -> None:
-    def losses(mesh: str, **options: Any) -> tuple[Any, list[float]]:
-        torch.manual_seed(0)
-        net, data = model(), torch.randn(4, 8)
-        step = mw.compile(
-            net, loss=lambda out, _: out.square().mean(), example=data, mesh=mesh, accumulate=2,
-            optimizer=torch.optim.SGD(net.parameters(), 0.1), **options,
-        )  # fmt: skip
-        return step, [float(step(data)) for _ in range(2)]
-
-    step, found = losses("pp=2", pipeline="1f1b")
-    assert found == pytest.approx(losses("")[1], rel=1e-5)
+    step, found = two_losses(model, "pp=2", rows=4, accumulate=2, pipeline="1f1b")
+    assert found == pytest.approx(two_losses(model, "", rows=4, accumulate=2)[1], rel=1e-5)
     stages = step.program.resolved.stages
     assert sorted(stages, key=expected.index) == expected
     assert {stages[name] for name in (expected[0], expected[-1])} == {0, 1}
@@ -403,21 +405,12 @@ class Recomputed(nn.Module):
     ],
 )
 def test_a_block_that_is_recomputed_stays_on_its_stage(mesh: str, options: dict[str, Any]) -> None:
-    def losses(mesh: str, **options: Any) -> tuple[Any, list[float]]:
-        torch.manual_seed(0)
-        net, data = Recomputed(), torch.randn(8, 8)
-        step = mw.compile(
-            net, loss=lambda out, _: out.square().mean(), example=data, mesh=mesh, accumulate=4,
-            optimizer=torch.optim.SGD(net.parameters(), 0.1), **options,
-        )  # fmt: skip
-        return step, [float(step(data)) for _ in range(2)]
-
-    step, found = losses(mesh, **options)
-    assert found == pytest.approx(losses("")[1], rel=1e-5)
+    step, found = two_losses(Recomputed, mesh, rows=8, accumulate=4, **options)
+    assert found == pytest.approx(two_losses(Recomputed, "", rows=8, accumulate=4)[1], rel=1e-5)
     stages = step.program.resolved.stages
-    again = [n for n in step.program.placed.graph.nodes if n.target is torch.ops.aten.gelu.default]
-    assert len(again) == 8
-    for node in again:
+    gelus = [n for n in step.program.placed.graph.nodes if n.target is torch.ops.aten.gelu.default]
+    assert len(gelus) == 8
+    for node in gelus:
         assert origin_of(node).stage == stages[origin_of(node).module.rpartition(".")[0]]
 
 

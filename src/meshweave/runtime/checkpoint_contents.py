@@ -68,9 +68,9 @@ class CheckpointContents:
         own = {} if self.optimizer is None else state_tensors(self.optimizer, self.model)
         for name, of_elements in own.items():
             entries = self._entries(name)
-            kept = {s: entries[s] for s in self.slots.get(name, of_elements) if isinstance(entries.get(s), Tensor)}
-            tensors |= {f"state/{slot}/{name}": x.detach() for slot, x in kept.items()}
-            others = {s: x for s, x in entries.items() if s not in kept}
+            slots = {s: entries[s] for s in self.slots.get(name, of_elements) if isinstance(entries.get(s), Tensor)}
+            tensors |= {f"state/{slot}/{name}": x.detach() for slot, x in slots.items()}
+            others = {s: x for s, x in entries.items() if s not in slots}
             singles = {s: x for s, x in others.items() if not isinstance(x, Tensor) or x.numel() == 1}
             if singles:
                 numbers[name] = {slot: _saved(name, slot, x) for slot, x in singles.items()}
@@ -90,13 +90,13 @@ class CheckpointContents:
         on_all(lambda: opened.append(self._open(path, seed)))
         (checkpoint,) = opened
         numbers = json.loads(checkpoint.info["optimizer"])
-        kept = self._targets(checkpoint, {name for name, own in numbers.items() if not own})
+        targets = self._targets(checkpoint, {name for name, own in numbers.items() if not own})
         wanted = self._model_tensors()
-        wanted |= {f"state/{slot}/{name}": x.detach() for name, own in kept.items() for slot, x in own.items()}
+        wanted |= {f"state/{slot}/{name}": x.detach() for name, own in targets.items() for slot, x in own.items()}
         state.torn = True
         on_all(lambda: checkpoint.read(wanted))
         for name, p in self._params().items():
-            before, own = self._entries(name), kept.get(name, {})
+            before, own = self._entries(name), targets.get(name, {})
             own |= {s: number_like(v, before.get(s, likes.get(s))) for s, v in numbers.get(name, {}).items()}
             if own:
                 assert self.optimizer is not None, "of parameters in its groups"

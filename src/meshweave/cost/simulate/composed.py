@@ -255,12 +255,12 @@ def compose(
     totals = [end + sum(s.total for s in own) for end, own in zip(ends, own_stages, strict=True)]
     seconds = max(totals) + max(sum(s.update for s in own) for own in own_stages)
     stored = peak_activations(schedule, ActivationMemory([s.activation for s in stages]))
-    waits = _waits_for_links(times)
+    waits = _waits_for_links(times) if habits.gathers_ahead else [None for _ in ranks]
+    of_step = len(sizes), schedule.num_microbatches, seconds
     roles = []
     for number, own in enumerate(zip(ranks, own_stages, strict=True)):
-        beside = _beside_microbatches(own[1], waits[number] if habits.gathers_ahead else None)
-        of_step = len(sizes), schedule.num_microbatches, seconds
-        roles.append(_role(parts, own, (number, devices[number]), of_step, beside, stored[number]))
+        once_s = _seconds_once_a_step(own[1], waits[number])
+        roles.append(_role(parts, own, (number, devices[number]), of_step, once_s, stored[number]))
     room = short.memory_bytes
     assert room is not None
     about_memory = memory_notes(short.roles, room)
@@ -319,9 +319,10 @@ def _waits_for_links(times: PipelineTimes) -> list[float]:
     return waits
 
 
-def _beside_microbatches(stages: Sequence[StageFigures], waits: float | None) -> tuple[float, float]:
-    """Seconds of a rank beside its microbatches, and how much of them is exposed communication. `waits`: for gathers
-    and reductions that run beside the stages; None: they run within the first forward and the last backward."""
+def _seconds_once_a_step(stages: Sequence[StageFigures], waits: float | None) -> tuple[float, float]:
+    """Seconds of a rank once a step, in no microbatch of the middle, and how much of them is exposed communication.
+    `waits`: seconds for gathers and reductions that run on links while stages compute; None: they run within the first
+    forward and the last backward."""
 
     def total(*names: str) -> float:
         return sum(getattr(stage, name) for stage in stages for name in names)
@@ -335,11 +336,11 @@ def _role(
     own: tuple[Sequence[int], Sequence[StageFigures]],
     place: tuple[int, Sequence[int]],
     of_step: tuple[int, int, float],
-    beside: tuple[float, float],
+    once_s: tuple[float, float],
     stored: float,
 ) -> RoleResult:
     """A rank: the numbers and figures of its stages. `place`: its number and devices. `of_step`: the numbers of stages
-    and microbatches, and the seconds of the step. `beside`: see `_beside_microbatches`. `stored`: bytes of activations
+    and microbatches, and the seconds of the step. `once_s`: see `_seconds_once_a_step`. `stored`: bytes of activations
     at most."""
     (numbers, stages), (num_stages, microbatches, seconds), (index, devices) = own, of_step, place
     ends = {0: 0, num_stages - 1: 2}
@@ -350,8 +351,8 @@ def _role(
         return sum(getattr(stage, name) for stage in stages)
 
     per_microbatch = total("forward") + total("backward") + total("weight")
-    busy = microbatches * per_microbatch + beside[0]
-    exposed = microbatches * total("exposed") + beside[1]
+    busy = microbatches * per_microbatch + once_s[0]
+    exposed = microbatches * total("exposed") + once_s[1]
     passing, persistent = total("during") + stored + moment, total("persistent")
     peak = round(max(passing, total("at_update")))
     tensors: list[tuple[str, str, float]] = [
@@ -364,7 +365,7 @@ def _role(
         index=index,
         devices=tuple(devices),
         compute_seconds=busy - exposed,
-        communication_seconds=microbatches * total("communication") + beside[1],
+        communication_seconds=microbatches * total("communication") + once_s[1],
         exposed_seconds=exposed,
         idle_seconds=max(0.0, seconds - busy),
         peak_bytes=peak,
