@@ -243,3 +243,16 @@ def test_modules_that_keep_their_dtype(norm: Any) -> None:
     torch.testing.assert_close(losses, expected, rtol=2 * ROUNDED, atol=0)
     with pytest.raises(PlanError, match="names no parameter"):
         train(model, data, precision=Precision(param_dtype={"*": BF16, "norms": None}))
+
+
+@pytest.mark.parametrize(
+    "first", [lambda: nn.Conv1d(4, 4, 1), lambda: nn.Conv1d(4, 4, 1, bias=False), lambda: nn.Linear(4, 4)]
+)
+def test_a_batch_of_another_dtype(first: Any) -> None:
+    model = nn.Sequential(first(), nn.LayerNorm(4), nn.Linear(4, 4))
+    data = [{"input": batch["x"], "y": batch["y"]} for batch in batches(2, (4, 4, 4), (4, 4, 4))]
+    with pytest.raises(CaptureError, match="different dtypes") as error:
+        train(model, data, precision=Precision(param_dtype=BF16))
+    assert "all of the batch before the step" in error.value.hint
+    in_16_bits = [{name: x.bfloat16() for name, x in batch.items()} for batch in data]
+    train(model, in_16_bits, precision=Precision(param_dtype=BF16))

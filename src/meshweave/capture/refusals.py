@@ -23,6 +23,8 @@ _DYNAMIC = (
     'for a Hugging Face model, model.set_experts_implementation("grouped_mm"); in your own model, '
     "torch.nn.functional.grouped_mm, or every expert on all tokens, weighted by (chosen == expert)",
 )
+# What to do where an input and parameters differ in dtype.
+CAST_HINT = "cast the input, x.to(module.weight.dtype): in forward, or all of the batch before the step"
 # Part of an error's name and message -> what is wrong, and what to do; the first matching row; the last matches all.
 _FAILURES = (
     (
@@ -61,6 +63,11 @@ _FAILURES = (
         "TorchScript interpreter",
         "the model calls a function compiled by torch.jit.script",
         "remove torch.jit.script: call the plain function",
+    ),
+    (
+        "should be the same",  # convolutions; of other modules the trace says it, with their names
+        "a tensor and the parameters of a module have different dtypes",
+        CAST_HINT,
     ),
     (
         "",

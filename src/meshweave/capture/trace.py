@@ -22,7 +22,7 @@ from meshweave.capture.decompositions import decomposition_table
 from meshweave.capture.functional import functional
 from meshweave.capture.random_ops import RANDOM
 from meshweave.capture.record import Call, ConstantsWritten, Difference, Record
-from meshweave.capture.refusals import branch_hint, failure
+from meshweave.capture.refusals import CAST_HINT, branch_hint, failure
 from meshweave.capture.tracer import GraphTracer, Traced
 from meshweave.errors import CaptureError, MeshweaveError
 from meshweave.interop.fake import (
@@ -291,11 +291,11 @@ class Provenance(GlobalRandom):
         module = self.modules[-1] if self.modules else ""
         raise CaptureError(
             "a tensor and the parameters of a module have different dtypes",
-            where=f"{user_line()}, module '{module}'",
+            where=", ".join(filter(None, (user_line(), f"module '{module}'"))),
             got=" and ".join(map(str, dtypes)),
             expected="one dtype, as in eager PyTorch",
-            hint="cast the input: x.to(module.weight.dtype), or keep the parameters of this module as they are: "
-            f'mw.Precision(param_dtype={{"*": torch.bfloat16, "{module}": None}})',
+            hint=f"{CAST_HINT}; or keep the parameters of this module as they are, "
+            f'mw.Precision(param_dtype={{"*": torch.bfloat16, "{module}": None}}), and cast what it returns',
         )
 
     def _value(self, x: Tensor) -> Any:
