@@ -199,3 +199,13 @@ def test_a_loss_that_learns_lies_in_the_model() -> None:
         torch.testing.assert_close(step(batch), expected.detach())
     torch.testing.assert_close(step.parameters(), dict(twin.named_parameters()))
     assert ours.criterion.logs.abs().min() > 0
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.logsigmoid, nn.CrossEntropyLoss()])
+def test_a_loss_that_takes_no_batch(loss: Any) -> None:
+    data = example()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(T * 6, C))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="takes .outputs, targets") as error:
+        mw.compile(model, loss=loss, optimizer=optimizer, example=(data["x"], data["labels"][:, 0]), mesh="dp=2")
+    assert error.value.got.startswith("torch.nn.")

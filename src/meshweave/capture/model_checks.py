@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshweave.capture.record import storage_of
 from meshweave.errors import CaptureError
@@ -64,15 +65,19 @@ def check_shapes(model: nn.Module) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Raises CaptureError for a loss module of torch.nn, which takes (outputs, target) instead of (outputs, batch)."""
+    """Raises CaptureError for a loss of torch, module or function, which takes (outputs, target), not the batch."""
+    name = next((f"functional.{name}" for name, function in vars(functional).items() if function is loss), "")
     if isinstance(loss, nn.Module) and type(loss).__module__ == "torch.nn.modules.loss":
-        raise CaptureError(
-            "this loss takes (outputs, targets)",
-            where="loss=",
-            got=f"torch.nn.{type(loss).__name__}",
-            expected="a function of (outputs, batch)",
-            hint="loss=lambda outputs, batch: criterion(outputs, batch[1]), or batch['y'] for a dict",
-        )
+        name = type(loss).__name__
+    if not name:
+        return
+    raise CaptureError(
+        "this loss takes (outputs, targets)",
+        where="loss=",
+        got=f"torch.nn.{name}",
+        expected="a function of (outputs, batch)",
+        hint="loss=lambda outputs, batch: criterion(outputs, batch[1]), or batch['y'] for a dict",
+    )
 
 
 def check_not_compiled(model: nn.Module) -> None:
