@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,7 +36,13 @@ class Trained:
 
 def eagerly(program: Program, in_parts: int | None = None, linear: type[nn.Linear] = nn.Linear) -> Trained:
     """The program in plain PyTorch on one device, each batch in so many microbatches (default: the program's), with
-    another class in place of nn.Linear where that is asked for."""
+    another class in place of nn.Linear where that is asked for. What PyTorch warns of itself is not judged."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _trained(program, in_parts, linear)
+
+
+def _trained(program: Program, in_parts: int | None, linear: type[nn.Linear]) -> Trained:
     settings, found = program.settings, Trained()
     in_parts = settings.accumulate if in_parts is None else in_parts
     model = copy.deepcopy(program.model)
