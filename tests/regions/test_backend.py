@@ -90,9 +90,7 @@ CASES = [
     *(
         pytest.param(name, mesh, options, marks=pytest.mark.slow)
         for name, mesh, options in (
-            ("mlp", "dp=2", {"accumulate": 2}),
             ("llama", "", {}),
-            ("llama", "dp=2", {}),
             ("llama", "fsdp=2", {"accumulate": 2, "clip_grad_norm": 1.0}),
             ("llama", "tp=2", {}),
             ("llama", "fsdp=2,tp=2", {"precision": torch.bfloat16}),
@@ -100,7 +98,6 @@ CASES = [
             ("gpt2", "fsdp=2", {}),
             ("cnn", "", {}),
             ("cnn", "dp=2", {}),
-            ("cnn", "fsdp=2", {}),
         )
     ),
 ]

@@ -735,7 +735,7 @@ def test_a_schedule_that_cannot_run_names_its_actions() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_experts_train_as_on_one_device(optimizer: str) -> None:
-    """With each schedule, beside one device with the same microbatches."""
+    """With each schedule (SGD: with two), beside one device with the same microbatches."""
 
     def losses(mesh: str, pipeline: str | None) -> list[float]:
         model = mixture("qwen3_moe", num_hidden_layers=4, output_router_logits=False).double()
@@ -752,5 +752,5 @@ def test_experts_train_as_on_one_device(optimizer: str) -> None:
         return [step(tokens(batch=8, seed=seed)).item() for seed in range(3)]
 
     expected = losses("", None)
-    for name in SCHEDULES:
+    for name in SCHEDULES if optimizer == "adamw" else ("1f1b", "zbv"):
         assert losses("pp=2,ep=2", name) == pytest.approx(expected, rel=1e-6), name
