@@ -366,7 +366,9 @@ def test_a_new_size_of_a_known_step_is_traced_once_and_costs_few_calls(monkeypat
     step(graph(8, 21))
     calls = calls_of(lambda: step(graph(7, 20)))
     assert not repeated
-    assert calls / len(step._compiled.variants.all[-1].program.rank.graph.nodes) < 1400
+    assert (
+        calls / len(step._compiled.variants.all[-1].program.rank.graph.nodes) < 1700
+    )  # 1,300 if their moves are known
     step(graph(25, 30))
     assert len(repeated) == 1  # its ops are others
     for place, variant in enumerate(step._compiled.variants.all):

@@ -754,3 +754,58 @@ def test_experts_train_as_on_one_device(optimizer: str) -> None:
     expected = losses("", None)
     for name in SCHEDULES if optimizer == "adamw" else ("1f1b", "zbv"):
         assert losses("pp=2,ep=2", name) == pytest.approx(expected, rel=1e-6), name
+
+
+class Counted(nn.Module):
+    """A layer that counts its calls, before its first op that autograd records, and ends with a fixed buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.full((8,), 0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(1)
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+class CountedChain(nn.Module):
+    def __init__(self, is_recomputed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Counted() for _ in range(4))
+        self.is_recomputed = is_recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_recomputed else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize(("mesh", "pipeline"), [("pp=2", "1f1b"), ("pp=2", "zbv"), ("pp=2,fsdp=2", "gpipe")])
+def test_layers_that_count_their_calls(mesh: str, pipeline: str, is_recomputed: bool) -> None:
+    """Neither where a buffer lives nor where an op's gradient is computed follows from the next layer's count."""
+    torch.manual_seed(0)
+    model, batches = CountedChain(is_recomputed).double(), torch.randn(3, 8, 8, dtype=torch.float64)
+
+    def trained(mesh: str, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+        own = copy.deepcopy(model)
+        step = mw.compile(
+            own,
+            loss=lambda out, batch: out.square().mean(),
+            example={"x": batches[0]},
+            optimizer=torch.optim.SGD(own.parameters(), lr=0.1),
+            mesh=mesh,
+            accumulate=4,
+            profile="alpha-beta",
+            **options,
+        )
+        losses = [step({"x": x}).item() for x in batches]
+        return losses, {name: x.clone() for name, x in own.state_dict().items()}
+
+    losses, state = trained("")
+    in_stages, state_in_stages = trained(mesh, pipeline=pipeline)
+    assert in_stages == pytest.approx(losses, rel=1e-9)
+    torch.testing.assert_close(state_in_stages, state)
+    assert state["layers.3.count"] == (6 if is_recomputed else 3)

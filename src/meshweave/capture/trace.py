@@ -322,8 +322,10 @@ class Provenance(GlobalRandom):
             return self._repeated(func, Origin("backward", module, source))
         if self.phase not in ("forward", "loss"):
             return Origin(self.phase, module, source)
-        # An op that autograd does not record has the number of the last op that it did.
+        # An op that autograd does not record has the number of the last op that it did; or none, in another module.
         call = next_sequence_number() - 1 - self._first
+        if call in self._forward and self._forward[call].module != module:
+            call = 0
         origin = Origin(self.phase, module, source, max(call, 0))
         # Autograd numbers the op itself, and then views of a tensor that was written in part, which it records anew.
         self._forward.update((at, origin) for at in range(self._last + 1, call + 1))
