@@ -28,7 +28,7 @@ lint: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Every sweep and fuzzer in full, and the trainers of others: 80 minutes on two cores.
+# Every sweep and fuzzer in full, and the trainers of others: 65 to 75 minutes on two cores.
 test-all: setup
 	$(BIN)/python -m pip install --quiet -e '.[integrations]'
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" --durations=40

@@ -27,11 +27,20 @@ EXPERTS = {
         pytest.param(
             "deepspeed", "1f1b", "dp=2,pp=3,tp=2", "zero1:dp+hf_tp:tp+stages:pp", 0.04, marks=pytest.mark.slow
         ),
-        ("megatron", "1f1b", "pp=5,dp=2", "zero1:dp+stages:pp:layout=E|t*4|t*4|t*4|L", 0.04),
+        pytest.param(
+            "megatron", "1f1b", "pp=5,dp=2", "zero1:dp+stages:pp:layout=E|t*4|t*4|t*4|L", 0.04, marks=pytest.mark.slow
+        ),
         pytest.param(
             "megatron", "1f1b", "pp=4,dp=2,ep=2", "zero1:dp+zero1:ep+ep:ep+stages:pp", 0.01, marks=pytest.mark.slow
         ),
-        ("megatron", "interleaved", "dp=2,pp=2,ep=2", "zero1:dp+zero1:ep+experts:ep+stages:pp:2", 0.01),
+        pytest.param(
+            "megatron",
+            "interleaved",
+            "dp=2,pp=2,ep=2",
+            "zero1:dp+zero1:ep+experts:ep+stages:pp:2",
+            0.01,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_step_is_nearly_that_of_all_layers(framework, schedule, mesh, plan, tolerance, monkeypatch):

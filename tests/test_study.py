@@ -105,7 +105,7 @@ def test_few_layers_say_what_all_say(study: mw.Study, rows: int, how: dict[str, 
     assert is_from_few(few) or "tp" in how["mesh"] or how.get("framework") == "fsdp1"  # steady after more layers
 
 
-@pytest.mark.parametrize("share", [0.9, pytest.param(0.5, marks=pytest.mark.slow), 0.3])
+@pytest.mark.parametrize("share", [*(pytest.param(share, marks=pytest.mark.slow) for share in (0.9, 0.5)), 0.3])
 def test_memory_decides_as_with_all_layers(study: mw.Study, share: float) -> None:
     """Where gradients of microbatches are added up, for machines with less and less memory."""
     question: dict[str, Any] = {"mesh": "fsdp=8", "passes": "none", "accumulate": 4}
