@@ -71,7 +71,7 @@ class CompileOptions:
         model = self.source.model
         check_not_compiled(model)
         check_shapes(model)
-        check_loss(self.source.loss)
+        check_loss(self.source.loss, self.example)
         if self.optimizer is None and self.capture.clip_grad_norm is not None:
             raise PlanError("clip_grad_norm needs an optimizer", hint="pass optimizer=")
         if self.optimizer is not None:

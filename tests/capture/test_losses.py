@@ -209,3 +209,13 @@ def test_a_loss_that_takes_no_batch(loss: Any) -> None:
     with pytest.raises(CaptureError, match="this loss takes") as error:
         mw.compile(model, loss=loss, optimizer=optimizer, example=(data["x"], data["labels"][:, 0]), mesh="dp=2")
     assert error.value.got.startswith("torch.nn.")
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss()])
+def test_a_batch_that_is_its_own_target(loss: Any) -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(3, 3)
+    expected = F.mse_loss(model(x), x).item()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mw.compile(model, loss=loss, optimizer=optimizer, example=x, mesh="dp=2")
+    assert step(x).item() == pytest.approx(expected)

@@ -64,8 +64,11 @@ def check_shapes(model: nn.Module) -> None:
             )
 
 
-def check_loss(loss: Any) -> None:
-    """Raises CaptureError for a loss of torch, module or function, which takes (outputs, target), not the batch."""
+def check_loss(loss: Any, example: Any) -> None:
+    """Raises CaptureError for a loss of torch, module or function, which takes (outputs, target), where a batch is more
+    than one tensor."""
+    if isinstance(example, Tensor):
+        return
     name = next((f"functional.{name}" for name, function in vars(functional).items() if function is loss), "")
     if isinstance(loss, nn.Module) and type(loss).__module__ == "torch.nn.modules.loss":
         name = type(loss).__name__

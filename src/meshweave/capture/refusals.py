@@ -65,7 +65,7 @@ _FAILURES = (
         "remove torch.jit.script: call the plain function",
     ),
     (
-        "should be the same",  # convolutions; of other modules the trace says it, with their names
+        "Input type (",  # of a convolution; of other modules the trace says it, with their names
         "a tensor and the parameters of a module have different dtypes",
         CAST_HINT,
     ),
