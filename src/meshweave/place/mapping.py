@@ -214,18 +214,20 @@ class _Mapper:
                 ahead = [u for u in self._uses(node) if origin_of(u).phase in ("forward", "loss")]
                 users = [u for u in ahead if u in self.homes or not _is_left(u)]
                 home = (
-                    self.homes.get(min(users, key=self.order.__getitem__), self.mesh) if users else self._of_new(item)
+                    self.homes.get(min(users, key=self.order.__getitem__), self.mesh)
+                    if users
+                    else self._home_of_update(item)
                 )
                 self.params[item.name] = self.homes[node] = home
         for node, item in self.step.sources.items():
             if item.kind in ("state", "acc"):
                 self.homes[node] = self.params[item.name.partition("/")[2] if item.kind == "state" else item.name]
 
-    def _of_new(self, item: Input) -> Mesh:
+    def _home_of_update(self, item: Input) -> Mesh:
         """Where the last forward op is that the new value of a buffer needs: the buffer itself is known ahead."""
         value = self.step.results.get((item.kind, item.name)) if item.kind == "buffer" else None
-        made = [] if value is None else [n for n in with_ancestors([value]) if n in self.homes]
-        return self.homes[max(made, key=self.order.__getitem__)] if made else self.mesh
+        sources = [] if value is None else [n for n in with_ancestors([value]) if n in self.homes]
+        return self.homes[max(sources, key=self.order.__getitem__)] if sources else self.mesh
 
     def _uses(self, node: fx.Node) -> Iterator[fx.Node]:
         """The ops that use a parameter. An operator that moves it elsewhere does not decide where it lives."""
